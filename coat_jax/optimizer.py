@@ -1,0 +1,404 @@
+"""Adam and AdamW whose moments are kept in FP8, as optax transformations."""
+
+import re
+from typing import Any, NamedTuple
+import zlib
+
+import jax
+from jax import numpy as jnp
+import numpy as np
+import optax
+
+from coat_jax.expand import Expanded
+from coat_jax.moments import (
+    Storage,
+    decode_moments,
+    encode_moments,
+    init_moments,
+    leaf_path,
+)
+from coat_jax.rounding import fold, random_bits, stochastic_bfloat16
+
+_STOCHASTIC_FROM = 0.98  # b2 above which nearest rounding of v no longer follows
+
+
+class ScaleByFp8AdamState(NamedTuple):
+    """State of `scale_by_fp8_adam`: plain arrays only.
+
+    count: int32 scalar. mu, nu: Expanded whose codes, amax and power are trees with
+    the parameters' structure.
+    """
+
+    count: Any
+    mu: Expanded
+    nu: Expanded
+
+
+def scale_by_fp8_adam(
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    eps_root: jax.typing.ArrayLike = 0.0,
+    *,
+    nesterov: bool = False,
+    storage: Storage = Storage(),  # noqa: B008  (frozen)
+) -> optax.GradientTransformation:
+    r"""`optax.scale_by_adam` with both moments stored in FP8.
+
+    With D and E decoding and encoding a moment (see `expand_quantize`),
+
+    .. math::
+        m_t &= \beta_1 D(\hat m_{t-1}) + (1-\beta_1) g_t, \quad
+        v_t = \beta_2 D(\hat v_{t-1}) + (1-\beta_2) g_t^2 \\
+        u_t &= \frac{m_t / (1-\beta_1^t)}
+          {\sqrt{v_t / (1-\beta_2^t) + \bar\varepsilon} + \varepsilon}, \quad
+        \hat m_t = E(m_t),\ \hat v_t = E(v_t)
+
+    with `b1` :math:`\beta_1`, `b2` :math:`\beta_2`, `eps` :math:`\varepsilon`,
+    `eps_root` :math:`\bar\varepsilon`. Moments are float32 when computed, whatever the
+    dtypes of gradients and parameters; this step's update sees them before rounding.
+
+    Args:
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      eps: added to the root of the second moment.
+      eps_root: added to the second moment under the root.
+      nesterov: use Nesterov momentum, as optax does.
+      storage: formats, groups, rounding and what stays in float32.
+
+    Returns:
+      A transformation whose updates have the gradients' dtypes and whose state is
+      `ScaleByFp8AdamState`: 2.08 bytes a parameter of a large leaf, against 8.
+      With every leaf in float32 it is `optax.scale_by_adam` bit for bit under one jit.
+      A NaN or Inf gradient makes its group of both moments NaN (128 elements; wrap in
+      `optax.apply_if_finite` to skip such steps).
+
+    Raises:
+      TypeError: for bfloat16 or float16 hyperparameters, or parameters that are not
+        real floating-point arrays.
+      ValueError: if gradients and state differ in structure or shapes.
+
+    Source: COAT (arXiv 2410.19313), section 4. Unlike COAT, v is rounded
+    stochastically when b2 > 0.98 (see `Storage.v_rounding`).
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> params = {"w": jnp.ones((64, 128))}
+      >>> state = scale_by_fp8_adam().init(params)
+      >>> state.mu.codes["w"].dtype, state.mu.amax["w"].shape
+      (dtype(float8_e4m3fn), (64, 1))
+    """
+    _check_hyperparams(b1=b1, b2=b2, eps=eps, eps_root=eps_root)
+    adam = optax.scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov)
+    stochastic = _rounds_stochastically(storage, b2)
+
+    def init(params):
+        _check_params(params)
+        mu, nu = (init_moments(params, storage, kind) for kind in ("m", "v"))
+        return ScaleByFp8AdamState(jnp.zeros([], jnp.int32), mu, nu)
+
+    def update(updates, state, params=None):
+        del params
+        _check_gradients(updates, state.mu.codes)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
+        moments = optax.ScaleByAdamState(
+            count=state.count,
+            mu=decode_moments(state.mu, storage, "m", like=grads),
+            nu=decode_moments(state.nu, storage, "v", like=grads),
+        )
+        out, new = adam.update(grads, moments)
+        out = jax.tree.map(lambda u, g: u.astype(g.dtype), out, updates)
+        mu = encode_moments(new.mu, storage, "m")
+        nu = encode_moments(
+            new.nu, storage, "v", step=new.count, stochastic=stochastic
+        )
+        return out, ScaleByFp8AdamState(new.count, mu, nu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def fp8_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    eps_root: jax.typing.ArrayLike = 0.0,
+    *,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
+    mask: Any = None,
+    nesterov: bool = False,
+    storage: Storage = Storage(),  # noqa: B008  (frozen)
+) -> optax.GradientTransformationExtraArgs:
+    r"""`optax.adamw` with both moments stored in FP8: 2.1 bytes a parameter, not 8.
+
+    With :math:`u_t` of `scale_by_fp8_adam`, `learning_rate` :math:`\alpha_t`,
+    `weight_decay` :math:`\lambda` and parameters :math:`\theta`, the update is
+    :math:`-\alpha_t (u_t + \lambda \theta_{t-1})`.
+
+    Args:
+      learning_rate: a scalar or a schedule.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      eps: added to the root of the second moment.
+      eps_root: added to the second moment under the root.
+      weight_decay: decoupled decay, multiplied by the learning rate.
+      mask: tree of bools, or function of the parameters that returns one: what is
+        decayed. `decay_mask` is right for stacked layers, where `ndim > 1` is not.
+      nesterov: use Nesterov momentum, as optax does.
+      storage: formats, groups, rounding and what stays in float32.
+
+    Returns:
+      A transformation as `optax.adamw`'s, with the same state but for the first link.
+      `apply_fused` updates parameters with it in one pass.
+
+    Raises:
+      As `scale_by_fp8_adam`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> params = {"w": jnp.ones((64, 128))}
+      >>> tx = optax.chain(optax.clip_by_global_norm(1.0), fp8_adamw(1e-3))
+      >>> state = tx.init(params)
+      >>> grads = jax.tree.map(jnp.ones_like, params)
+      >>> updates, state = tx.update(grads, state, params)
+      >>> params = optax.apply_updates(params, updates)
+      >>> float(params["w"][0, 0])
+      0.9989999532699585
+    """
+    scalars = {"learning_rate": learning_rate, "weight_decay": weight_decay}
+    _check_hyperparams(**scalars)
+    inner = optax.chain(
+        scale_by_fp8_adam(b1, b2, eps, eps_root, nesterov=nesterov, storage=storage),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    return _with_fused_path(inner)
+
+
+def fp8_adam(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    eps_root: jax.typing.ArrayLike = 0.0,
+    *,
+    nesterov: bool = False,
+    storage: Storage = Storage(),  # noqa: B008  (frozen)
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.adam` with both moments stored in FP8; arguments as in `fp8_adamw`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> tx = fp8_adam(1e-3)
+      >>> state = tx.init({"w": jnp.ones((64, 128))})
+    """
+    _check_hyperparams(learning_rate=learning_rate)
+    return optax.chain(
+        scale_by_fp8_adam(b1, b2, eps, eps_root, nesterov=nesterov, storage=storage),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+class _Request(NamedTuple):
+    """Asks `fp8_adamw`, through a chain's extra arguments, for new parameters."""
+
+    key: Any
+
+
+class _NewParams:
+    """What `fp8_adamw` answers to a `_Request`.
+
+    Not a pytree, so that a link behind it fails instead of changing parameters.
+    """
+
+    def __init__(self, params):
+        self.params = params
+
+
+def _with_fused_path(inner) -> optax.GradientTransformationExtraArgs:
+    def update(updates, state, params=None, *, coat_jax_fused=None, **extra):
+        del extra
+        if coat_jax_fused is None:
+            return inner.update(updates, state, params)
+        key = coat_jax_fused.key
+        if key is None:
+            out, state = inner.update(updates, state, params)
+            return _NewParams(optax.apply_updates(params, out)), state
+        # Neither the update nor the decay is rounded to bfloat16 on the way.
+        wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+        out, state = inner.update(wide(updates), state, wide(params))
+        return _NewParams(_apply_stochastic(params, out, key)), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _apply_stochastic(params, updates, key):
+    words = jax.random.bits(key, (2,))
+
+    def apply(key_path, p, u):
+        new = p.astype(jnp.float32) + u
+        if p.dtype != jnp.bfloat16:
+            return new.astype(p.dtype)
+        seed = fold(words[0], words[1], zlib.crc32(leaf_path(key_path).encode()))
+        return stochastic_bfloat16(new, random_bits(seed, p.shape))
+
+    return jax.tree_util.tree_map_with_path(apply, params, updates)
+
+
+def apply_fused(
+    tx: optax.GradientTransformation,
+    grads: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params,
+    *,
+    key: jax.Array | None = None,
+    **extra: Any,
+) -> tuple[Any, Any]:
+    """One step of `fp8_adamw` that returns new parameters instead of updates.
+
+    Equal to `tx.update` followed by `optax.apply_updates`: bit for bit if both are
+    wholly under one jit and no key is given. optax's contract writes the updates to
+    memory and reads them again; here that pass can be fused away.
+
+    With a key, bfloat16 parameters are rounded stochastically from the float32 result,
+    so that changes below half their spacing (a relative 2^-9) are not lost but right
+    on average. The bits depend on key, path and global index, not on the sharding.
+    Other parameters are rounded to nearest.
+
+    Args:
+      tx: `fp8_adamw(...)`, alone or as the last link of `optax.chain`, bare or made by
+        `optax.inject_hyperparams`.
+      grads: gradients.
+      state: from `tx.init` or the last call.
+      params: parameters.
+      key: a JAX random key, another one each step, for stochastic rounding.
+      **extra: passed to `tx.update`, as other links may want.
+
+    Returns:
+      New parameters, with the dtypes of `params`, and the new state.
+
+    Raises:
+      ValueError: if `tx` is anything else, or `params` is None.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
+      >>> tx = fp8_adamw(1e-4)
+      >>> grads = jax.tree.map(jnp.ones_like, params)
+      >>> new, state = apply_fused(
+      ...     tx, grads, tx.init(params), params, key=jax.random.key(0)
+      ... )
+      >>> new["w"].dtype, bool((new["w"] != 1).any())
+      (dtype(bfloat16), True)
+    """
+    if params is None:
+        raise ValueError("apply_fused: params must be the parameters, got None")
+    if not _ends_in_fp8_adam(state):
+        raise ValueError(_NOT_FUSABLE.format(type(state).__name__))
+    request = _Request(key)
+    out, new = tx.update(grads, state, params, coat_jax_fused=request, **extra)
+    if not isinstance(out, _NewParams):
+        raise ValueError(_NOT_FUSABLE.format(type(state).__name__))
+    return out.params, new
+
+
+_NOT_FUSABLE = (
+    "apply_fused: tx must be fp8_adamw(...), alone or as the last link of optax.chain, "
+    "bare or under inject_hyperparams; this state ({}) does not end in fp8_adamw's. Use "
+    "tx.update and optax.apply_updates, or put the other transformations before it"
+)
+
+
+def _ends_in_fp8_adam(state) -> bool:
+    """Whether the last link of a (nested) chain has the state of `fp8_adamw`."""
+    while True:
+        if hasattr(state, "hyperparams") and hasattr(state, "inner_state"):
+            state = state.inner_state  # inject_hyperparams
+        if type(state) is not tuple or not state:
+            return False
+        if isinstance(state[0], ScaleByFp8AdamState):
+            return True
+        state = state[-1]
+
+
+_NO_DECAY = re.compile(
+    r"bias|scale|gamma|beta|offset|b|(.*_)?(ln|norm)(_?\w+)?|\w*norm(_?\d+)?", re.I
+)
+
+
+def decay_mask(params: Any) -> Any:
+    """What weight decay should touch: a tree of bools, by each leaf's path.
+
+    False for leaves with one axis or none and for those whose path names a bias, a
+    scale or a norm ("layers/norm1/scale", "ln_f", "LayerNorm_0"), True for the others.
+    Unlike a test of `ndim > 1` it is right for layers stacked along a leading axis,
+    whose norms have two axes.
+
+    Raises:
+      TypeError: if given a step count: `optax.inject_hyperparams` takes a callable for
+        a schedule.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> decay_mask({"norm": {"scale": jnp.ones((2, 8))}, "w": jnp.ones((2, 8, 8))})
+      {'norm': {'scale': False}, 'w': True}
+    """
+    if isinstance(params, jax.Array) and jnp.issubdtype(params.dtype, jnp.integer):
+        raise TypeError(
+            "decay_mask: params must be a tree of parameters, got an integer array: "
+            "inject_hyperparams calls a callable mask as a schedule; pass "
+            "mask=decay_mask(params), or static_args=('mask',)"
+        )
+
+    def decays(key_path, p):
+        names = leaf_path(key_path).split("/")
+        return jnp.ndim(p) > 1 and not any(map(_NO_DECAY.fullmatch, names))
+
+    return jax.tree_util.tree_map_with_path(decays, params)
+
+
+def _rounds_stochastically(storage: Storage, b2) -> bool:
+    if storage.v_rounding is not None:
+        return storage.v_rounding == "stochastic"
+    known = isinstance(b2, (int, float, np.floating))
+    return not known or float(b2) > _STOCHASTIC_FROM
+
+
+def _check_hyperparams(**hyperparams):
+    for name, value in hyperparams.items():
+        dtype = getattr(value, "dtype", None)
+        if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+            if jnp.finfo(dtype).bits < 32:
+                raise TypeError(
+                    f"fp8_adamw: {name} must be float32 or a Python number, got {dtype}"
+                    " (b2 = 0.999 would be 1.0). Under optax.inject_hyperparams pass "
+                    "hyperparam_dtype=jnp.float32; it takes the parameters' dtype"
+                )
+
+
+def _check_params(params):
+    for key_path, p in jax.tree_util.tree_leaves_with_path(params):
+        dtype = jnp.result_type(p)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                "scale_by_fp8_adam: parameters must be real floating-point arrays, got "
+                f"{dtype} at {leaf_path(key_path)!r}; exclude it with optax.masked or "
+                "optax.partition, or split complex values into two arrays"
+            )
+
+
+def _check_gradients(grads, codes):
+    got, want = jax.tree.structure(grads), jax.tree.structure(codes)
+    if got != want:
+        raise ValueError(
+            "scale_by_fp8_adam: gradients must have the structure of the parameters "
+            f"that init saw, {want}, got {got}"
+        )
+    for (key_path, g), c in zip(
+        jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(codes), strict=True
+    ):
+        if jnp.shape(g) != c.shape and jnp.size(g):
+            raise ValueError(
+                f"scale_by_fp8_adam: the gradient of {leaf_path(key_path)!r} must have "
+                f"the parameter's shape {c.shape}, got {jnp.shape(g)}"
+            )

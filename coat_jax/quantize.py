@@ -1,0 +1,173 @@
+"""Group-scaled FP8 arrays: one float32 scale beside each group of codes."""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax import numpy as jnp
+
+from coat_jax import groups
+from coat_jax.formats import E4M3, Format, cast, of_dtype
+from coat_jax.typing import Array, Float, Float32
+
+TINY = float(jnp.finfo(jnp.float32).tiny)  # below it XLA may flush to zero
+
+
+class Quantized(NamedTuple):
+    """A float array stored as 8-bit codes with one scale per group; x = codes * scale.
+
+    Invariants: codes has x's shape; scale is float32, positive and normal (NaN for a
+    group that held NaN or Inf), of x's shape but ceil(n / group) along the grouped
+    axis. Leaves may also be ShapeDtypeStructs or shardings.
+    """
+
+    codes: Any
+    scale: Any
+
+
+def quantize(
+    x: Float[Array, "..."],
+    *,
+    format: Format = E4M3,
+    group: int | None = 128,
+    axis: int = -1,
+) -> Quantized:
+    """Stores `x` in `format`, each group of `group` elements along `axis` with a scale.
+
+    For each group g,  scale_g = max|x_g| / format.max,  codes_g = cast(x_g / scale_g).
+    COAT (arXiv 2410.19313) section 3, without expansion. Unlike COAT, the scale is
+    kept in float32 as it was used, and has a floor (the smallest normal float32)
+    instead of an added epsilon: an all-zero group stays zero, no other value moves.
+
+    Args:
+      x: any shape, float32, bfloat16 or float16; read as float32.
+      format: storage format of the codes.
+      group: elements per scale along `axis`, the last group being short where `axis`
+        is no multiple; None: one scale for the whole array.
+      axis: the grouped axis. A scalar counts as one group of one.
+
+    Returns:
+      Quantized, x.size + 4 * scale.size bytes. With s the scale of x's group,
+      |dequantize(q) - x| <= max(format.relative * |x|, format.absolute * s)(1 + 2^-20).
+      NaN or Inf anywhere in a group makes the whole group NaN.
+
+    Raises:
+      TypeError: if x is not a real floating-point array.
+      ValueError: if group < 1 or axis is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> q = quantize(jnp.array([0.1, -3.0, 448.0]), group=4)
+      >>> [float(v) for v in dequantize(q, group=4)]
+      [0.1015625, -3.0, 448.0]
+    """
+    x = as_float32(x, "quantize")
+    axis = check_group("quantize", x.shape, group, axis)
+    if group is None:
+        amax = jnp.max(jnp.abs(x), initial=0.0, keepdims=True)
+        scale = _scale(amax, format)
+        return Quantized(cast(x / scale, format), scale)
+    if x.ndim == 0 or x.size == 0:
+        return Quantized(*_edge(x, format, group, axis))
+    x_N = jnp.moveaxis(x, axis, -1)
+    blocks = groups.blocks_of(x_N.shape[-1], group)
+    x_BC = groups.split(x_N, blocks)
+    amax_G = groups.reduce(jnp.abs(x_BC), blocks, op=jnp.max, neutral=0.0)
+    scale_G = _scale(amax_G, format)
+    codes_N = groups.merge(cast(x_BC / groups.spread(scale_G, blocks), format))
+    return Quantized(jnp.moveaxis(codes_N, -1, axis), jnp.moveaxis(scale_G, -1, axis))
+
+
+def _scale(amax, format: Format):
+    # Inf would give scale Inf and codes 0: a finite wrong value. NaN is visible.
+    amax = jnp.where(jnp.isinf(amax), jnp.nan, amax)
+    return jnp.maximum(amax / format.max, TINY)
+
+
+def _edge(x, format, group, axis):
+    """A scalar is one group of one; an empty array has codes and scales to match."""
+    if x.ndim == 0:
+        scale = _scale(jnp.abs(x), format)
+        return cast(x / scale, format), scale
+    shape = group_shape(x.shape, group, axis)
+    return cast(x, format), jnp.ones(shape, jnp.float32)
+
+
+def dequantize(
+    q: Quantized, *, group: int | None = 128, axis: int = -1
+) -> Float32[Array, "..."]:
+    """codes * scale: the inverse of `quantize` up to its bound, as float32.
+
+    Args:
+      q: what `quantize` returned.
+      group: as given to `quantize` (a short last group hides it from the shapes).
+      axis: as given to `quantize`.
+
+    Raises:
+      TypeError: if the codes are no 8-bit floats.
+      ValueError: if the scales' shape is not that of `group` along `axis`.
+    """
+    check_codes("dequantize", q.codes, [("scale", q.scale)], group, axis)
+    codes = q.codes.astype(jnp.float32)
+    if group is None or codes.ndim == 0 or codes.size == 0:
+        return codes * q.scale if codes.size else codes
+    codes_N, scale_G = (jnp.moveaxis(a, axis, -1) for a in (codes, q.scale))
+    blocks = groups.blocks_of(codes_N.shape[-1], group)
+    x_BC = groups.split(codes_N, blocks) * groups.spread(scale_G, blocks)
+    return jnp.moveaxis(groups.merge(x_BC), -1, axis)
+
+
+def as_float32(x, who: str) -> jax.Array:
+    """x in float32, or a TypeError that says what `who` takes."""
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"{who}: x must be a real floating-point array, got dtype {x.dtype} and "
+            f"shape {x.shape}; cast it, or split complex values into two arrays"
+        )
+    return x.astype(jnp.float32)
+
+
+def check_group(who: str, shape, group: int | None, axis: int) -> int:
+    """The axis as a non-negative number, or a ValueError."""
+    integer = isinstance(group, int) and not isinstance(group, bool)
+    if group is not None and not (integer and group >= 1):
+        raise ValueError(
+            f"{who}: group must be a whole number of at least 1, got {group!r} for x "
+            f"of shape {tuple(shape)}"
+        )
+    if not -max(len(shape), 1) <= axis < max(len(shape), 1):
+        raise ValueError(
+            f"{who}: axis must lie in x's {len(shape)} axes, got {axis} for x of "
+            f"shape {tuple(shape)}"
+        )
+    return axis % max(len(shape), 1)
+
+
+def group_shape(shape, group: int | None, axis: int = -1) -> tuple[int, ...]:
+    """The shape of one statistic per group: ceil(n / group) along `axis`."""
+    shape = list(shape)
+    if group is None:
+        return (1,) * len(shape)
+    if shape:
+        shape[axis] = -(-shape[axis] // group)
+    return tuple(shape)
+
+
+def check_codes(who: str, codes, stats, group: int | None, axis: int) -> Format:
+    """The codes' format; raises unless every statistic has the shape of `group`."""
+    format = of_dtype(codes.dtype)
+    if format is None:
+        raise TypeError(
+            f"{who}: codes must be float8_e4m3fn or float8_e5m2, got {codes.dtype} of "
+            f"shape {codes.shape}; pass what the quantiser returned"
+        )
+    axis = check_group(who, codes.shape, group, axis)
+    want = group_shape(codes.shape, group, axis)
+    for name, stat in stats:
+        if tuple(stat.shape) != want:
+            raise ValueError(
+                f"{who}: with group={group} along axis {axis}, codes of shape "
+                f"{tuple(codes.shape)} need {name} of shape {want}, got "
+                f"{tuple(stat.shape)}; pass the group and axis it was made with"
+            )
+    return format
