@@ -1,0 +1,1 @@
+"""Tests of coat_jax, one file a module."""
