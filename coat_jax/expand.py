@@ -5,7 +5,6 @@ Letters: N the last axis in G groups, laid out as B blocks of C (see groups.py).
 
 from typing import Any, NamedTuple
 
-import jax
 from jax import lax
 from jax import numpy as jnp
 
@@ -65,9 +64,10 @@ def expand_quantize(
 
     Returns:
       Expanded, of x.size + 5 * amax.size bytes. In y = max (|x| / M)^k, decoding moves
-      y by at most max(relative y, absolute)(1 + 2^-12) with rounding to nearest; no
-      non-zero decodes to zero, zeros stay zero, and the result does not depend on the
-      order within a group. NaN or Inf in a group makes the whole group NaN.
+      y by at most max(relative y, absolute)(1 + 2^-12) with rounding to nearest, if
+      M / mu < 2^252 (above it the decoder's first factor may underflow); no non-zero
+      decodes to zero unless `expand` is False, zeros stay zero, and the result does
+      not depend on the order within a group. NaN or Inf in a group makes it all NaN.
 
     Raises:
       TypeError: if x is not a real floating-point array.
@@ -77,16 +77,19 @@ def expand_quantize(
       >>> import jax.numpy as jnp
       >>> e = expand_quantize(jnp.array([1e-9, 0.0, -1e-8, 1e-7]), group=4)
       >>> int(e.power[0]), [f"{float(v):.1e}" for v in expand_dequantize(e, group=4)]
-      (40, ['1.0e-09', '0.0e+00', '-1.0e-08', '1.0e-07'])
+      (40, ['9.5e-10', '0.0e+00', '-9.9e-09', '1.0e-07'])
     """
     x = as_float32(x, "expand_quantize")
     if group is None:
-        raise ValueError("expand_quantize: group must be a whole number, got None")
+        raise ValueError(
+            "expand_quantize: group must be a whole number of at least 1, got None; "
+            f"pass the length of axis {axis} of x's shape {x.shape} for one group"
+        )
     axis = check_group("expand_quantize", x.shape, group, axis)
     if uniform is not None and uniform.shape != x.shape:
         raise ValueError(
             f"expand_quantize: uniform must have x's shape {x.shape}, got "
-            f"{uniform.shape}"
+            f"{uniform.shape}; draw one number an element"
         )
     if x.size == 0:
         shape = group_shape(x.shape, group, axis)
@@ -145,8 +148,9 @@ def _log2_ratio(x, y):
 def _power(amax_G, amin_G, format: Format):
     """16 k, as uint8; 16 for a group that is all zero or not finite."""
     reach = jnp.log2(jnp.float32(format.range)) * STEPS
-    octaves = _log2_ratio(amax_G, amin_G)
-    power = jnp.clip(jnp.floor(reach / octaves), 1, MAX_POWER)  # amax == amin: Inf
+    # Contracted to a fused multiply-add, the ratio of equals may come out below zero.
+    octaves = jnp.maximum(_log2_ratio(amax_G, amin_G), 2.0**-20)
+    power = jnp.clip(jnp.floor(reach / octaves), 1, MAX_POWER)
     ordinary = jnp.isfinite(amax_G) & (amax_G > 0)
     return jnp.where(ordinary, power, STEPS).astype(jnp.uint8)
 
@@ -160,7 +164,7 @@ def _stretch(size_BC, amax_BC, power_BC, format: Format):
 
 
 def _stochastic(x_BC, size_BC, y_BC, u_BC, amax_BC, power_BC, format: Format):
-    """One of the codes around y, up with probability (|x| - below) / (above - below)."""
+    """One of the codes around y; up if u < (|x| - below) / (above - below)."""
     below, above = neighbours(y_BC, format)
     low, high = (
         _decode(c.astype(jnp.float32), amax_BC, power_BC, format)

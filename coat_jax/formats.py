@@ -91,7 +91,8 @@ def cast(x: jax.Array, format: Format) -> jax.Array:
 def neighbours(x: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
     """The codes around x >= 0: largest below or at x, and the next one above it.
 
-    The upper neighbour of `format.max` is itself. Values outside 0..max are clipped.
+    The upper neighbour of `format.max` is itself, and larger values are clipped to it.
+    NaN and Inf have NaN on both sides, as in `cast`.
 
     Example:
       >>> import jax.numpy as jnp

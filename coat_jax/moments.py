@@ -94,11 +94,17 @@ class Storage:
         size = math.prod(shape)
         if not shape or size == 0 or size < self.min_size or shape[-1] < MIN_LAST_AXIS:
             return False
-        return not any(fnmatch.fnmatch(path, pattern) for pattern in self.keep)
+        return not any(fnmatch.fnmatchcase(path, pattern) for pattern in self.keep)
 
 
 def leaf_path(key_path) -> str:
-    """A leaf's path as `Storage.keep` sees it: names joined by "/"."""
+    """A leaf's path as `Storage.keep` sees it: names joined by "/".
+
+    The `value` of an `nnx.Variable` or a linen box is not named: `nnx.Optimizer` shows
+    the variables to `init` and the arrays in them to `update`.
+    """
+    if len(key_path) > 1 and key_path[-1] == jax.tree_util.GetAttrKey("value"):
+        key_path = key_path[:-1]
     return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
 

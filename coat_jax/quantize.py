@@ -47,7 +47,8 @@ def quantize(
 
     Returns:
       Quantized, x.size + 4 * scale.size bytes. With s the scale of x's group,
-      |dequantize(q) - x| <= max(format.relative * |x|, format.absolute * s)(1 + 2^-20).
+      |dequantize(q) - x| <= max(format.relative * |x|, format.absolute * s)(1 + 2^-20),
+      but magnitudes below 1.18e-38, the smallest normal float32, count as zero.
       NaN or Inf anywhere in a group makes the whole group NaN.
 
     Raises:

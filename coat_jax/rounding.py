@@ -5,10 +5,11 @@ import math
 import jax
 from jax import lax
 from jax import numpy as jnp
+import numpy as np
 
 
 def mix(x: jax.Array) -> jax.Array:
-    """A bijection of uint32 in which every input bit flips each output bit half the time.
+    """A bijection of uint32: each input bit flips every output bit half the time.
 
     Two multiply-xorshift rounds with the constants of Wellons' search for low bias.
     About 8 integer operations: `jax.random.bits` (threefry) costs some 100 an element,
@@ -20,9 +21,11 @@ def mix(x: jax.Array) -> jax.Array:
 
 
 def fold(*words) -> jax.Array:
-    """One uint32 seed from integers, in order; scalars, traced or not."""
+    """One uint32 seed from integers, in order, modulo 2^32; scalars, traced or not."""
     seed = jnp.uint32(0x9E3779B9)
     for word in words:
+        if isinstance(word, int):  # jnp.asarray refuses those of 2^31 and above
+            word = np.uint32(word & 0xFFFFFFFF)
         seed = mix(seed ^ jnp.asarray(word).astype(jnp.uint32)) + jnp.uint32(0x85EBCA6B)
     return seed
 
@@ -48,7 +51,8 @@ def uniform(seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def stochastic_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
     """Rounds float32 to one of its two bfloat16 neighbours, on average to x itself.
 
-    P(up) = (x - below) / (above - below), to 2^-16; NaN and Inf stay what they are.
+    P(up) = (x - below) / (above - below), exactly; NaN and Inf stay what they are. The
+    neighbour above the largest bfloat16 is Inf, as it is when rounding to nearest.
 
     Args:
       x: float32, any shape.
