@@ -180,8 +180,7 @@ def fp8_state(
     Args:
       inner: any optax transformation, chains and wrappers included. `MultiSteps` and
         other wrappers that skip steps cost less outside.
-      storage: as in `fp8_adamw`; `v_rounding=None` is stochastic here, as b2 is not
-        known. `keep` patterns see the parameter's path.
+      storage: as in `fp8_adamw`. `keep` patterns see the parameter's path.
       select: None, or a function that is called for each float array of the state
         with its path in inner's state ("0/trace/layer/kernel") and its shape and dtype
         (`jax.ShapeDtypeStruct`). Returns "m", "v" or "keep", or None for what `FIELDS`

@@ -30,9 +30,10 @@ class Storage:
       group: elements along the last axis that share amax and power.
       expand: False stores k = 1 (the paper's baseline): small second moments may
         become zero, and an update m / (0 + eps) is then large.
-      v_rounding: "nearest" gives the published kernel's codes, but with b2 near 1 a
-        second moment then follows its group's maximum instead of its own gradient.
-        "stochastic" is right on average. None: stochastic if b2 > 0.98 or traced.
+      v_rounding: "stochastic", which None means too, is right on average. "nearest"
+        gives the published kernel's codes, but where a step's change of v is below half
+        a code (b2 near 1, or a group of wide range) a second moment then follows its
+        group's maximum instead of its own gradient.
       min_size: leaves of fewer elements keep float32 moments, as do those whose last
         axis is under 32. They equal optax bit for bit for float32 parameters.
       keep: shell-style patterns; a leaf whose path ("decoder/embed/kernel") matches

@@ -1,5 +1,6 @@
 """Adam and AdamW whose moments are kept in FP8, as optax transformations."""
 
+import operator
 import re
 from typing import Any, NamedTuple
 import zlib
@@ -19,7 +20,6 @@ from coat_jax.moments import (
 )
 from coat_jax.rounding import fold, random_bits, stochastic_bfloat16
 
-_STOCHASTIC_FROM = 0.98  # b2 above which nearest rounding of v no longer follows
 
 
 class ScaleByFp8AdamState(NamedTuple):
@@ -79,7 +79,7 @@ def scale_by_fp8_adam(
       ValueError: if gradients and state differ in structure or shapes.
 
     Source: COAT (arXiv 2410.19313), section 4. Unlike COAT, v is rounded
-    stochastically when b2 > 0.98 (see `Storage.v_rounding`).
+    stochastically unless `storage` says "nearest" (see `Storage.v_rounding`).
 
     Example:
       >>> import jax.numpy as jnp
@@ -88,9 +88,9 @@ def scale_by_fp8_adam(
       >>> state.mu.codes["w"].dtype, state.mu.amax["w"].shape
       (dtype(float8_e4m3fn), (64, 1))
     """
-    _check_hyperparams(b1=b1, b2=b2, eps=eps, eps_root=eps_root)
+    _check_hyperparams("scale_by_fp8_adam", b1=b1, b2=b2, eps=eps, eps_root=eps_root)
     adam = optax.scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov)
-    stochastic = _rounds_stochastically(storage, b2)
+    stochastic = storage.v_rounding != "nearest"
 
     def init(params):
         _check_params(params)
@@ -106,12 +106,11 @@ def scale_by_fp8_adam(
             mu=decode_moments(state.mu, storage, "m", like=grads),
             nu=decode_moments(state.nu, storage, "v", like=grads),
         )
+        new: Any  # optax types every state as a tree of arrays
         out, new = adam.update(grads, moments)
         out = jax.tree.map(lambda u, g: u.astype(g.dtype), out, updates)
         mu = encode_moments(new.mu, storage, "m")
-        nu = encode_moments(
-            new.nu, storage, "v", step=new.count, stochastic=stochastic
-        )
+        nu = encode_moments(new.nu, storage, "v", step=new.count, stochastic=stochastic)
         return out, ScaleByFp8AdamState(new.count, mu, nu)
 
     return optax.GradientTransformation(init, update)
@@ -162,11 +161,11 @@ def fp8_adamw(
       >>> grads = jax.tree.map(jnp.ones_like, params)
       >>> updates, state = tx.update(grads, state, params)
       >>> params = optax.apply_updates(params, updates)
-      >>> float(params["w"][0, 0])
-      0.9989999532699585
+      >>> print(f"{float(params['w'][0, 0]):.5f}")
+      0.99900
     """
     scalars = {"learning_rate": learning_rate, "weight_decay": weight_decay}
-    _check_hyperparams(**scalars)
+    _check_hyperparams("fp8_adamw", **scalars)
     inner = optax.chain(
         scale_by_fp8_adam(b1, b2, eps, eps_root, nesterov=nesterov, storage=storage),
         optax.add_decayed_weights(weight_decay, mask),
@@ -192,42 +191,48 @@ def fp8_adam(
       >>> tx = fp8_adam(1e-3)
       >>> state = tx.init({"w": jnp.ones((64, 128))})
     """
-    _check_hyperparams(learning_rate=learning_rate)
+    _check_hyperparams("fp8_adam", learning_rate=learning_rate)
     return optax.chain(
         scale_by_fp8_adam(b1, b2, eps, eps_root, nesterov=nesterov, storage=storage),
         optax.scale_by_learning_rate(learning_rate),
     )
 
 
-class _Request(NamedTuple):
-    """Asks `fp8_adamw`, through a chain's extra arguments, for new parameters."""
+class _Request:
+    """Asks `fp8_adamw`, through a chain's extra arguments, for new parameters.
 
-    key: Any
-
-
-class _NewParams:
-    """What `fp8_adamw` answers to a `_Request`.
-
-    Not a pytree, so that a link behind it fails instead of changing parameters.
+    They are left here, and the updates returned as always: only if those very arrays
+    come out of `tx.update` was `fp8_adamw` the last link. Whatever else a wrapper or a
+    link behind it does with the updates, it does to arrays.
     """
 
-    def __init__(self, params):
-        self.params = params
+    def __init__(self, key):
+        self.key = key
+        self.params = self.updates = None
+
+    def answered_by(self, updates) -> bool:
+        if self.params is None:
+            return False
+        own, treedef = jax.tree.flatten(self.updates)
+        got, got_treedef = jax.tree.flatten(updates)
+        return got_treedef == treedef and all(map(operator.is_, got, own))
 
 
 def _with_fused_path(inner) -> optax.GradientTransformationExtraArgs:
-    def update(updates, state, params=None, *, coat_jax_fused=None, **extra):
-        del extra
+    def update(updates, state, params: Any = None, *, coat_jax_fused=None, **extra):
         if coat_jax_fused is None:
-            return inner.update(updates, state, params)
-        key = coat_jax_fused.key
-        if key is None:
-            out, state = inner.update(updates, state, params)
-            return _NewParams(optax.apply_updates(params, out)), state
-        # Neither the update nor the decay is rounded to bfloat16 on the way.
-        wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-        out, state = inner.update(wide(updates), state, wide(params))
-        return _NewParams(_apply_stochastic(params, out, key)), state
+            return inner.update(updates, state, params, **extra)
+        request = coat_jax_fused
+        if request.key is None:
+            out, state = inner.update(updates, state, params, **extra)
+            new = optax.apply_updates(params, out)
+        else:
+            # Neither the update nor the decay is rounded to bfloat16 on the way.
+            wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+            out, state = inner.update(wide(updates), state, wide(params), **extra)
+            new = _apply_stochastic(params, out, request.key)
+        request.updates, request.params = out, new
+        return out, state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
@@ -296,16 +301,18 @@ def apply_fused(
     if not _ends_in_fp8_adam(state):
         raise ValueError(_NOT_FUSABLE.format(type(state).__name__))
     request = _Request(key)
-    out, new = tx.update(grads, state, params, coat_jax_fused=request, **extra)
-    if not isinstance(out, _NewParams):
+    update = optax.with_extra_args_support(tx).update
+    out, new = update(grads, state, params, coat_jax_fused=request, **extra)
+    if not request.answered_by(out):
         raise ValueError(_NOT_FUSABLE.format(type(state).__name__))
-    return out.params, new
+    return request.params, new
 
 
 _NOT_FUSABLE = (
     "apply_fused: tx must be fp8_adamw(...), alone or as the last link of optax.chain, "
-    "bare or under inject_hyperparams; this state ({}) does not end in fp8_adamw's. Use "
-    "tx.update and optax.apply_updates, or put the other transformations before it"
+    "bare or under inject_hyperparams; this state ({}) does not end in fp8_adamw's or "
+    "something behind changed its updates. Use tx.update and optax.apply_updates, or "
+    "put the other transformations before it"
 )
 
 
@@ -316,23 +323,27 @@ def _ends_in_fp8_adam(state) -> bool:
             state = state.inner_state  # inject_hyperparams
         if type(state) is not tuple or not state:
             return False
-        if isinstance(state[0], ScaleByFp8AdamState):
+        last = (optax.EmptyState, optax.ScaleByScheduleState)
+        first = isinstance(state[0], ScaleByFp8AdamState)
+        if first and len(state) == 3 and isinstance(state[2], last):
             return True
         state = state[-1]
 
 
-_NO_DECAY = re.compile(
-    r"bias|scale|gamma|beta|offset|b|(.*_)?(ln|norm)(_?\w+)?|\w*norm(_?\d+)?", re.I
-)
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_NORMS = {"ln", "bn", "gn", "normalization", "normalisation"}
+_VECTORS = {"bias", "biases", "scale", "scales", "gamma", "beta", "offset"}
 
 
 def decay_mask(params: Any) -> Any:
     """What weight decay should touch: a tree of bools, by each leaf's path.
 
-    False for leaves with one axis or none and for those whose path names a bias, a
-    scale or a norm ("layers/norm1/scale", "ln_f", "LayerNorm_0"), True for the others.
-    Unlike a test of `ndim > 1` it is right for layers stacked along a leading axis,
-    whose norms have two axes.
+    False for leaves with one axis or none, for those whose own name says bias, scale,
+    gamma, beta, offset or b ("q_bias", "b1"), and for all in a module whose name says
+    norm or ln ("layers/norm1/w", "ln_f", "LayerNorm_0"); True for the others, such as
+    embeddings. Words count, not letters: "normal_proj" and "wb" decay. Unlike a test of
+    `ndim > 1` it is right for layers stacked along a leading axis, whose norms have two
+    axes.
 
     Raises:
       TypeError: if given a step count: `optax.inject_hyperparams` takes a callable for
@@ -351,26 +362,30 @@ def decay_mask(params: Any) -> Any:
         )
 
     def decays(key_path, p):
-        names = leaf_path(key_path).split("/")
-        return jnp.ndim(p) > 1 and not any(map(_NO_DECAY.fullmatch, names))
+        *modules, name = map(_words, leaf_path(key_path).split("/"))
+        if jnp.ndim(p) < 2 or _VECTORS & set(name) or name == ["b"]:
+            return False
+        return not any(map(_is_norm, [*modules, name]))
 
     return jax.tree_util.tree_map_with_path(decays, params)
 
 
-def _rounds_stochastically(storage: Storage, b2) -> bool:
-    if storage.v_rounding is not None:
-        return storage.v_rounding == "stochastic"
-    known = isinstance(b2, (int, float, np.floating))
-    return not known or float(b2) > _STOCHASTIC_FROM
+def _words(name: str) -> list[str]:
+    """ "LayerNorm_0" as layer, norm: words in lower case, without the numbers."""
+    return [word.lower() for word in _WORD.findall(name) if not word.isdigit()]
 
 
-def _check_hyperparams(**hyperparams):
+def _is_norm(words: list[str]) -> bool:
+    return any(word.endswith("norm") or word in _NORMS for word in words)
+
+
+def _check_hyperparams(who: str, **hyperparams):
     for name, value in hyperparams.items():
         dtype = getattr(value, "dtype", None)
         if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
             if jnp.finfo(dtype).bits < 32:
                 raise TypeError(
-                    f"fp8_adamw: {name} must be float32 or a Python number, got {dtype}"
+                    f"{who}: {name} must be float32 or a Python number, got {dtype}"
                     " (b2 = 0.999 would be 1.0). Under optax.inject_hyperparams pass "
                     "hyperparam_dtype=jnp.float32; it takes the parameters' dtype"
                 )
@@ -397,7 +412,8 @@ def _check_gradients(grads, codes):
     for (key_path, g), c in zip(
         jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(codes), strict=True
     ):
-        if jnp.shape(g) != c.shape and jnp.size(g):
+        empty = c.dtype == jnp.uint8 and jnp.size(g) == 0  # c is a placeholder
+        if jnp.shape(g) != c.shape and not empty:
             raise ValueError(
                 f"scale_by_fp8_adam: the gradient of {leaf_path(key_path)!r} must have "
                 f"the parameter's shape {c.shape}, got {jnp.shape(g)}"

@@ -64,7 +64,9 @@ def quantize(
     x = as_float32(x, "quantize")
     axis = check_group("quantize", x.shape, group, axis)
     if group is None:
-        amax = jnp.max(jnp.abs(x), initial=0.0, keepdims=True)
+        # NaN counts as Inf: XLA:CPU drops NaN from the maximum of many elements.
+        size = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
+        amax = jnp.max(size, initial=0.0, keepdims=True)
         scale = _scale(amax, format)
         return Quantized(cast(x / scale, format), scale)
     if x.ndim == 0 or x.size == 0:

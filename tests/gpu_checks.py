@@ -193,8 +193,9 @@ def decoded(devices, format):
     require(np.isfinite(gpu).all(), "not all finite")
     require(((gpu == 0) == (x == 0)).all(), "zeros moved")
     error = np.abs(gpu - cpu) / np.where(cpu == 0, 1, np.abs(cpu))
-    # exp2(a / k), |a| < 2^5, k > 1/4: 2^7 half steps of float32 at the most.
-    require(error.max() <= 2.0**-17, f"relative difference {error.max():.1e}")
+    # Two factors exp2(a / 2k), |a| < 2^5, k > 1/4. In each, on each device, a's rounding
+    # moves the exponent by 2^-19, and the exponent times log(2), below 2^6, by as much.
+    require(error.max() <= 8 * 2.0**-19, f"relative difference {error.max():.1e}")
     return f"relative difference at most {error.max():.1e}"
 
 
@@ -283,7 +284,7 @@ def trained(devices, b2):
     params = rng.standard_normal((64, 1000)).astype(np.float32)
     grads = (1e-3 * rng.standard_normal((10, 64, 1000))).astype(np.float32)
     one = [train(d, params, grads[:1], 0.9, b2) for d in devices]
-    limits = (SAME_STATE, SAME_DRAW if b2 > 0.98 else SAME_STATE)
+    limits = (SAME_STATE, SAME_DRAW)  # of m and v
     found = [
         same_state(one[0][i].codes, one[1][i].codes, limit)
         for i, limit in enumerate(limits, 1)
