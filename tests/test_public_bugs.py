@@ -1,8 +1,8 @@
 """Faults that other optimizers and their users met, each as a test named by its row.
 
-Rows tested elsewhere: B09 in test_apply_fused.py; B12, B13, B14 and the sharded half of
-B43a in test_sharding.py; B15 to B19, B21 and the saved half of B20 in
-test_checkpoint.py; the shapes of B01 to B05 once more in test_expand.py.
+Rows tested elsewhere, by the same names: B09 in test_apply_fused.py; B12, B13 and the
+sharded half of B43a in test_sharding.py; B14 in test_sharding_h200.py; B15 to B20 in
+test_checkpoint.py; B21 in test_serialization.py.
 """
 
 import functools

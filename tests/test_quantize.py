@@ -184,7 +184,7 @@ def test_nan_and_inf_spoil_their_group_and_no_other(way):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("shape", [(), (3, 130)], ids=str)
+@pytest.mark.parametrize("shape", [(), (3, 130), (8, 4096)], ids=str)
 def test_nan_and_inf_spoil_a_whole_tensor_of_one_scale(value, shape):
     x = np.ones(shape, np.float32)
     x[(0,) * x.ndim] = value

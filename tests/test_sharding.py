@@ -112,7 +112,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("leaf", "spec", "kind"), CASES)
-def test_a_sharded_step_is_the_unsharded_one(leaf, spec, kind):
+def test_B12_a_sharded_step_is_the_unsharded_one(leaf, spec, kind):
     (n, shape), spec = LEAVES[leaf], SPECS[spec]
     mesh = mesh_of(n, KINDS[kind])
     tx, grads, state, params, want = unsharded(shape, 0.999)
@@ -208,7 +208,7 @@ def same_sharding(a, sharding):
 
 @named("kind", KINDS)
 @named("make", TRANSFORMATIONS)
-def test_init_puts_each_leaf_where_its_parameter_lies(make, kind):
+def test_B43a_init_puts_each_leaf_where_its_parameter_lies(make, kind):
     mesh, tx = mesh_of(8, kind), make()
     with jax.set_mesh(mesh):
         params = tree_on(mesh)
@@ -385,7 +385,7 @@ def test_donated_states_are_updated_in_place_with_one_trace(kind):
 SHAPES = [(1601, 1280), (197, 768), (3, 5, 7), (129,), (1,), ()]
 
 
-def test_odd_shapes_get_the_layout_of_their_global_shape():
+def test_B13_odd_shapes_get_the_layout_of_their_global_shape():
     storage = Storage()
     params = {str(i): draw(i, shape) for i, shape in enumerate(SHAPES)}
     tx = fp8_adamw(1e-3)

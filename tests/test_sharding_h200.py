@@ -44,7 +44,7 @@ def _compile(h200_compile, mesh, shape, spec):
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_only_statistics_travel(shape, explicit, h200_compile, h200_mesh):
+def test_B14_only_statistics_travel(shape, explicit, h200_compile, h200_mesh):
     program = _compile(
         h200_compile, h200_mesh(8, explicit=explicit), shape, P(None, "x")
     )
