@@ -7,7 +7,6 @@ import zlib
 
 import jax
 from jax import numpy as jnp
-import numpy as np
 import optax
 
 from coat_jax.expand import Expanded
@@ -19,7 +18,6 @@ from coat_jax.moments import (
     leaf_path,
 )
 from coat_jax.rounding import fold, random_bits, stochastic_bfloat16
-
 
 
 class ScaleByFp8AdamState(NamedTuple):

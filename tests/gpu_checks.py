@@ -193,8 +193,8 @@ def decoded(devices, format):
     require(np.isfinite(gpu).all(), "not all finite")
     require(((gpu == 0) == (x == 0)).all(), "zeros moved")
     error = np.abs(gpu - cpu) / np.where(cpu == 0, 1, np.abs(cpu))
-    # Two factors exp2(a / 2k), |a| < 2^5, k > 1/4. In each, on each device, a's rounding
-    # moves the exponent by 2^-19, and the exponent times log(2), below 2^6, by as much.
+    # Two factors exp2(a / 2k), |a| < 2^5, k > 1/4. In each, on each device, rounding a
+    # moves the exponent by 2^-19, and rounding it times log(2), below 2^6, by as much.
     require(error.max() <= 8 * 2.0**-19, f"relative difference {error.max():.1e}")
     return f"relative difference at most {error.max():.1e}"
 

@@ -1,0 +1,1 @@
+"""Readable reference models, one file each; their layers are injected, never copied."""

@@ -1,0 +1,299 @@
+"""A Llama decoder: RMSNorm, RoPE, SwiGLU, grouped-query attention, in Flax NNX.
+
+Shape letters: B batch, T tokens, H hidden, F ffn, N query heads, K key/value heads,
+D head size, L layers, V vocabulary.
+
+Nothing here owns arithmetic that another file could want to replace. `Layers` says
+what a linear map, a norm, an embedding, the attention product and the two sub-blocks
+are; a compressed layer is put in by naming it there, so that the plain and the
+compressed model are the same lines of code.
+
+The L blocks are one block with stacked parameters, (L, in, out), run by `lax.scan`:
+compile time doesn't grow with depth, and an optimizer sees a dozen large leaves
+instead of hundreds of small ones.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import Any
+
+from flax import nnx
+import jax
+from jax import numpy as jnp
+import optax
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """The sizes of a decoder. `dtype` computes, `param_dtype` is stored."""
+
+    vocab: int
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    tied: bool = False
+    rope_base: float = 10_000.0
+    norm_eps: float = 1e-5
+    dtype: Any = jnp.float32
+    param_dtype: Any = jnp.float32
+    remat: bool = False
+
+    def __post_init__(self):
+        sizes = ("vocab", "hidden", "ffn", "layers", "heads", "kv_heads")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"LlamaConfig: {name} must be at least 1, got "
+                    f"{getattr(self, name)}; give a positive size"
+                )
+        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
+            raise ValueError(
+                f"LlamaConfig: hidden / heads must be an even whole number (RoPE "
+                f"rotates pairs), got {self.hidden} / {self.heads}; change either"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"LlamaConfig: heads must be a multiple of kv_heads, got heads="
+                f"{self.heads}, kv_heads={self.kv_heads}; change either"
+            )
+
+    @property
+    def head_size(self) -> int:
+        """D, elements of one head."""
+        return self.hidden // self.heads
+
+
+def _preset(vocab, hidden, ffn, layers, heads, kv_heads, **rest) -> LlamaConfig:
+    sizes = {"vocab": vocab, "hidden": hidden, "ffn": ffn, "layers": layers}
+    return LlamaConfig(**sizes, heads=heads, kv_heads=kv_heads, **rest)
+
+
+PRESETS = {
+    "micro": _preset(512, 64, 128, 2, 2, 1, tied=True),
+    "tiny": _preset(2048, 128, 384, 2, 4, 2, tied=True),
+    "small": _preset(8192, 512, 1408, 6, 8, 4, tied=True),
+    "125m": _preset(50304, 768, 2048, 12, 12, 12, tied=True),
+    "1b": _preset(128256, 2048, 8192, 16, 32, 8, tied=True, rope_base=500_000.0),
+    "llama2-7b": _preset(32000, 4096, 11008, 32, 32, 32),
+    "llama3-8b": _preset(128256, 4096, 14336, 32, 32, 8, rope_base=500_000.0),
+}
+
+
+def rope(x_BTND, *, base: float):
+    """Rotates each pair (x_i, x_{i + D/2}) of position t by the angle t base^(-2i/D).
+
+    Angles and products are float32 whatever x is: at position 4000 a bfloat16 angle
+    is wrong by several radians. Returns x's dtype.
+
+    Source: Su et al., arXiv 2104.09864, equation 34, in the half-split layout of the
+    published Llama weights.
+
+    Example:
+      >>> x = jnp.ones((1, 2, 1, 2))
+      >>> [round(float(v), 4) for v in rope(x, base=10.0)[0, 1, 0]]
+      [-0.3012, 1.3818]
+    """
+    T, D = x_BTND.shape[1], x_BTND.shape[3]
+    frequency_D2 = base ** (-jnp.arange(0, D, 2, dtype=jnp.float32) / D)
+    angle_TD2 = jnp.outer(jnp.arange(T, dtype=jnp.float32), frequency_D2)
+    cos, sin = (f(angle_TD2)[None, :, None, :] for f in (jnp.cos, jnp.sin))
+    left, right = jnp.split(x_BTND.astype(jnp.float32), 2, axis=-1)
+    turned = [left * cos - right * sin, right * cos + left * sin]
+    return jnp.concatenate(turned, axis=-1).astype(x_BTND.dtype)
+
+
+class AttentionBlock(nnx.Module):
+    """norm, q k v projections, RoPE, causal attention, output projection: (B, T, H)."""
+
+    def __init__(self, config: LlamaConfig, layers: "Layers", *, rngs: nnx.Rngs):
+        self.config, self.attend = config, layers.attend
+        linear = functools.partial(_linear, config, layers, rngs)
+        width_ND = config.heads * config.head_size
+        width_KD = config.kv_heads * config.head_size
+        self.norm = _norm(config, layers, rngs)
+        self.q = linear(config.hidden, width_ND)
+        self.k = linear(config.hidden, width_KD)
+        self.v = linear(config.hidden, width_KD)
+        self.out = linear(width_ND, config.hidden, depth=config.layers)
+
+    def __call__(self, x_BTH):
+        """What is added to the residual stream."""
+        B, T, _ = x_BTH.shape
+        D, base = self.config.head_size, self.config.rope_base
+        h_BTH = self.norm(x_BTH)
+        q_BTND = rope(self.q(h_BTH).reshape(B, T, -1, D), base=base)
+        k_BTKD = rope(self.k(h_BTH).reshape(B, T, -1, D), base=base)
+        v_BTKD = self.v(h_BTH).reshape(B, T, -1, D)
+        o_BTND = self.attend(q_BTND, k_BTKD, v_BTKD)
+        return self.out(o_BTND.reshape(B, T, -1))
+
+
+class MlpBlock(nnx.Module):
+    """norm, then down(silu(gate(x)) * up(x)): (B, T, H)."""
+
+    def __init__(self, config: LlamaConfig, layers: "Layers", *, rngs: nnx.Rngs):
+        linear = functools.partial(_linear, config, layers, rngs)
+        self.norm = _norm(config, layers, rngs)
+        self.gate = linear(config.hidden, config.ffn)
+        self.up = linear(config.hidden, config.ffn)
+        self.down = linear(config.ffn, config.hidden, depth=config.layers)
+
+    def __call__(self, x_BTH):
+        """What is added to the residual stream."""
+        h_BTH = self.norm(x_BTH)
+        return self.down(jax.nn.silu(self.gate(h_BTH)) * self.up(h_BTH))
+
+
+def causal_attention(q_BTND, k_BTKD, v_BTKD, *, implementation=None):
+    """softmax(q k^T / sqrt(D), causal) v; K divides N. implementation: xla, cudnn."""
+    return jax.nn.dot_product_attention(
+        q_BTND, k_BTKD, v_BTKD, is_causal=True, implementation=implementation
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layers:
+    """What the decoder is made of; each field takes the default's arguments.
+
+    linear, norm and embed are NNX classes, attend a function of q, k and v, and
+    attention and mlp the two sub-blocks with their norms (the unit at which
+    activations are compressed).
+    """
+
+    linear: Callable[..., Any] = nnx.Linear
+    norm: Callable[..., Any] = nnx.RMSNorm
+    embed: Callable[..., Any] = nnx.Embed
+    attend: Callable[..., Any] = causal_attention
+    attention: Callable[..., Any] = AttentionBlock
+    mlp: Callable[..., Any] = MlpBlock
+
+
+def _linear(config, layers, rngs, fan_in, fan_out, *, depth=0):
+    # Outputs of unit variance; what 2 * depth blocks add to the residual stream is
+    # scaled so that the sum has unit variance too.
+    std = fan_in**-0.5 * (2 * depth) ** -0.5 if depth else fan_in**-0.5
+    return layers.linear(
+        fan_in,
+        fan_out,
+        use_bias=False,
+        kernel_init=nnx.initializers.normal(std),
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        rngs=rngs,
+    )
+
+
+def _norm(config, layers, rngs):
+    return layers.norm(
+        config.hidden,
+        epsilon=config.norm_eps,
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        rngs=rngs,
+    )
+
+
+class DecoderBlock(nnx.Module):
+    """x + attention(x), then x + mlp(x)."""
+
+    def __init__(self, config: LlamaConfig, layers: Layers, *, rngs: nnx.Rngs):
+        self.attention = layers.attention(config, layers, rngs=rngs)
+        self.mlp = layers.mlp(config, layers, rngs=rngs)
+
+    def __call__(self, x_BTH):
+        """(B, T, H) to (B, T, H)."""
+        x_BTH = x_BTH + self.attention(x_BTH)
+        return x_BTH + self.mlp(x_BTH)
+
+
+class Llama(nnx.Module):
+    """Token ids (B, T) int32 to logits (B, T, V) in the compute dtype.
+
+    The first logits are small (a quarter of a unit), so that the first loss is
+    ln(V) + 0.03: a table with unit logits starts half a nat higher.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, layers: Layers | None = None, *, rngs: nnx.Rngs
+    ):
+        layers = layers or Layers()
+        self.config = config
+        std = 0.25 * config.hidden**-0.5
+        self.embed = layers.embed(
+            config.vocab,
+            config.hidden,
+            embedding_init=nnx.initializers.normal(std if config.tied else 1.0),
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            rngs=rngs,
+        )
+        make = lambda key: DecoderBlock(config, layers, rngs=nnx.Rngs(key))
+        self.blocks = nnx.vmap(make)(jax.random.split(rngs.params(), config.layers))
+        self.norm = _norm(config, layers, rngs)
+        if not config.tied:
+            self.head = layers.linear(
+                config.hidden,
+                config.vocab,
+                use_bias=False,
+                kernel_init=nnx.initializers.normal(std),
+                dtype=config.dtype,
+                param_dtype=config.param_dtype,
+                rngs=rngs,
+            )
+
+    def __call__(self, tokens_BT):
+        """Logits (B, T, V) of the next token at each position."""
+        with jax.numpy_dtype_promotion("standard"):  # Flax's norms mix bf16 and f32
+            return self._logits(tokens_BT)
+
+    def _logits(self, tokens_BT):
+        graph, stacked = nnx.split(self.blocks)
+        block = lambda x_BTH, params: (nnx.merge(graph, params)(x_BTH), None)
+        if self.config.remat:
+            block = jax.checkpoint(block)
+        x_BTH, _ = jax.lax.scan(block, self.embed(tokens_BT), stacked)
+        x_BTH = self.norm(x_BTH)
+        return self.embed.attend(x_BTH) if self.config.tied else self.head(x_BTH)
+
+
+def init_params(config: LlamaConfig, key, *, layers: Layers | None = None):
+    """A nested dict of arrays: the parameters of `Llama`. Works under `eval_shape`."""
+    return nnx.to_pure_dict(nnx.state(Llama(config, layers, rngs=nnx.Rngs(key))))
+
+
+def make_apply(config: LlamaConfig, *, layers: Layers | None = None):
+    """The model as a function: apply(params, tokens) -> logits."""
+    build = lambda: Llama(config, layers, rngs=nnx.Rngs(0))
+    graph, _ = nnx.split(nnx.eval_shape(build))
+    return lambda params, tokens: nnx.merge(graph, params)(tokens)
+
+
+def make_loss(config: LlamaConfig, *, layers: Layers | None = None):
+    """loss(params, windows, key): mean cross-entropy of tokens 1.. given those before.
+
+    windows is int32 (B, T + 1); the logits are read as float32. The key is there for
+    layers that draw; these don't.
+    """
+    apply = make_apply(config, layers=layers)
+
+    def loss(params, windows, key=None):
+        del key
+        logits = apply(params, windows[:, :-1]).astype(jnp.float32)
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
+        return jnp.mean(each)
+
+    return loss
+
+
+def count_params(config: LlamaConfig) -> int:
+    """The number of parameters, without making any.
+
+    Example:
+      >>> count_params(PRESETS["llama2-7b"])
+      6738415616
+    """
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))

@@ -1,0 +1,114 @@
+"""Question: do two runs on the same data follow the same curve?
+
+Command:   python -m experiments.plot --first=results/demo/adamw \
+               --second=results/demo/fp8_adamw --image=results/demo/curves.png
+Hardware:  any; a second.
+Expected:  two curves on top of each other, their difference around zero below.
+"""
+
+import dataclasses
+import pathlib
+import sys
+
+import numpy as np
+
+from experiments import harness, metrics
+from experiments.harness import ExitCode, UserError, option
+
+_COLOURS = ("#0072b2", "#d55e00", "#404040")  # told apart by colour-blind readers too
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Plots the losses of two runs and, below, the second minus the first."""
+
+    first: str = option("results/demo/adamw", "folder of a run")
+    second: str = option("results/demo/fp8_adamw", "folder of another run")
+    image: str = option("results/demo/curves.png", "the picture to write")
+
+
+def _curves(folder: str) -> dict[str, np.ndarray]:
+    """Step, loss and the steps and values of the held-out loss of one run."""
+    rows = metrics.read_rows(pathlib.Path(folder, "metrics.csv"))
+    if not rows:
+        raise UserError(
+            ExitCode.DATA, f"{folder} holds no metrics.csv with a row; give a run"
+        )
+    held = [row for row in rows if row["held_out_loss"]]
+    column = lambda part, name: np.array([float(row[name]) for row in part])
+    return {
+        "step": column(rows, "step"),
+        "loss": column(rows, "loss"),
+        "held_step": column(held, "step"),
+        "held": column(held, "held_out_loss"),
+    }
+
+
+def smooth(values: np.ndarray, width: int) -> np.ndarray:
+    """The mean of each value and the up to `width` - 1 before it."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(ends - width, 0)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def _draw_losses(axis, runs: dict, width: int) -> None:
+    for (name, run), colour in zip(runs.items(), _COLOURS, strict=False):
+        axis.plot(run["step"], run["loss"], color=colour, alpha=0.15, linewidth=0.8)
+        mean = smooth(run["loss"], width)
+        axis.plot(run["step"], mean, color=colour, label=f"{name}, training")
+        held = {"color": colour, "linestyle": "none", "marker": "o", "markersize": 4}
+        axis.plot(run["held_step"], run["held"], **held, label=f"{name}, held out")
+    axis.set_ylabel("loss (nats per token)")
+    axis.legend(frameon=False)
+
+
+def _draw_difference(axis, runs: dict, width: int) -> None:
+    (first, one), (second, two) = runs.items()
+    count = min(len(one["step"]), len(two["step"]))
+    difference = two["loss"][:count] - one["loss"][:count]
+    steps = one["step"][:count]
+    axis.axhline(0.0, color="#999999", linewidth=0.8)
+    axis.plot(steps, difference, color=_COLOURS[2], alpha=0.25, linewidth=0.8)
+    label = f"mean of {width} steps"
+    axis.plot(steps, smooth(difference, width), color=_COLOURS[2], label=label)
+    axis.set_ylabel(f"{second}\n- {first} (nats)")
+    axis.set_xlabel("step")
+    axis.legend(frameon=False)
+
+
+def compare(first: str, second: str, image: str, *, title: str) -> pathlib.Path:
+    """Writes the picture and returns its path; the runs are named by their folders."""
+    import matplotlib
+
+    matplotlib.use("agg")  # no window, no display needed
+    from matplotlib import pyplot
+
+    runs = {pathlib.Path(folder).name: _curves(folder) for folder in (first, second)}
+    if len(runs) < 2:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"the two runs must be in folders of different names, got {first} twice",
+        )
+    width = max(len(next(iter(runs.values()))["step"]) // 20, 1)
+    figure, (top, bottom) = pyplot.subplots(
+        2, 1, sharex=True, figsize=(8, 7), height_ratios=[3, 1.4], layout="constrained"
+    )
+    _draw_losses(top, runs, width)
+    _draw_difference(bottom, runs, width)
+    top.set_title(title)
+    path = pathlib.Path(image)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path
+
+
+def main(config: Config) -> None:
+    """Draws and says where."""
+    title = f"{config.first} and {config.second}: same seed, same batches"
+    print(compare(config.first, config.second, config.image, title=title))
+
+
+if __name__ == "__main__":
+    sys.exit(harness.run_main(main, Config))
