@@ -1,7 +1,8 @@
-"""FP8 training for JAX: optimizer states kept in 8 bits at no loss."""
+"""FP8 training for JAX: optimizer states kept in 8 bits."""
 
 from coat_jax import checkpoint as checkpoint
 from coat_jax import telemetry as telemetry
+from coat_jax.decay import decay_mask as decay_mask
 from coat_jax.expand import Expanded as Expanded
 from coat_jax.expand import expand_dequantize as expand_dequantize
 from coat_jax.expand import expand_quantize as expand_quantize
@@ -16,7 +17,6 @@ from coat_jax.memory import memory_report as memory_report
 from coat_jax.moments import Storage as Storage
 from coat_jax.optimizer import ScaleByFp8AdamState as ScaleByFp8AdamState
 from coat_jax.optimizer import apply_fused as apply_fused
-from coat_jax.optimizer import decay_mask as decay_mask
 from coat_jax.optimizer import fp8_adam as fp8_adam
 from coat_jax.optimizer import fp8_adamw as fp8_adamw
 from coat_jax.optimizer import scale_by_fp8_adam as scale_by_fp8_adam

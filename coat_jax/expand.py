@@ -10,7 +10,14 @@ from jax import numpy as jnp
 
 from coat_jax import groups
 from coat_jax.formats import E4M3, Format, cast, neighbours
-from coat_jax.quantize import TINY, as_float32, check_codes, check_group, group_shape
+from coat_jax.quantize import (
+    TINY,
+    as_float32,
+    check_codes,
+    check_format,
+    check_group,
+    group_shape,
+)
 from coat_jax.typing import Array, Float, Float32
 
 STEPS = 16  # powers are whole sixteenths
@@ -80,6 +87,7 @@ def expand_quantize(
       (40, ['9.5e-10', '0.0e+00', '-9.9e-09', '1.0e-07'])
     """
     x = as_float32(x, "expand_quantize")
+    check_format("expand_quantize", format)
     if group is None:
         raise ValueError(
             "expand_quantize: group must be a whole number of at least 1, got None; "
@@ -194,17 +202,26 @@ def expand_dequantize(
 
     With h = (|q| / max)^(1 / 2k),  x = sign(q) h M h;  zero where q is.
 
+    Gradients do not flow through what is stored: they are zero.
+
     Args:
       e: what `expand_quantize` returned, with or without `expand`.
-      group: as given to `expand_quantize` (a short tail hides it from the shapes).
+      group: as given to `expand_quantize`. Another one that makes as many groups cannot
+        be told from it (100 elements are two groups of 64 or of 99).
       axis: as given to `expand_quantize`.
 
     Raises:
-      TypeError: if the codes are no 8-bit floats.
+      TypeError: if `e` is not what `expand_quantize` returns.
       ValueError: if amax or power have not the shape of `group` along `axis`.
     """
+    if not isinstance(e, Expanded):
+        raise TypeError(
+            "expand_dequantize: e must be what expand_quantize returned, got "
+            f"{type(e).__name__}"
+        )
     stats = [("amax", e.amax), ("power", e.power)]
     format = check_codes("expand_dequantize", e.codes, stats, group, axis)
+    e = lax.stop_gradient(e)
     code = e.codes.astype(jnp.float32)
     if code.ndim == 0 or code.size == 0:
         return _decode(code, e.amax, e.power, format) if code.size else code

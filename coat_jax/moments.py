@@ -11,7 +11,7 @@ from jax import numpy as jnp
 
 from coat_jax import groups
 from coat_jax.expand import STEPS, Expanded, expand_dequantize, expand_quantize
-from coat_jax.formats import E4M3, Format, of_dtype
+from coat_jax.formats import E4M3, FORMATS, Format, of_dtype
 from coat_jax.quantize import group_shape
 from coat_jax.rounding import fold, uniform
 
@@ -53,7 +53,7 @@ class Storage:
 
     def __post_init__(self):
         for name in ("m_format", "v_format"):
-            if not isinstance(getattr(self, name), Format):
+            if getattr(self, name) not in FORMATS.values():
                 raise TypeError(
                     f"Storage: {name} must be coat_jax.E4M3 or coat_jax.E5M2, got "
                     f"{getattr(self, name)!r}"
@@ -96,6 +96,15 @@ class Storage:
         if not shape or size == 0 or size < self.min_size or shape[-1] < MIN_LAST_AXIS:
             return False
         return not any(fnmatch.fnmatchcase(path, pattern) for pattern in self.keep)
+
+
+def check_storage(who: str, storage) -> None:
+    """Raises a TypeError unless `storage` is a Storage."""
+    if not isinstance(storage, Storage):
+        raise TypeError(
+            f"{who}: storage must be a coat_jax.Storage, got {storage!r}; "
+            "Storage(m_format=..., group=..., keep=...) has what can be chosen"
+        )
 
 
 def leaf_path(key_path) -> str:
@@ -173,8 +182,9 @@ def decode_moments(moments: Expanded, storage: Storage, kind: Kind, *, like=None
         elements (its stored form is a placeholder without the shape).
 
     Raises:
-      ValueError: if a leaf's format or group is not the storage's, naming the leaf,
-        what it has and what was asked.
+      ValueError: if a leaf's format, or its number of groups, is not the storage's,
+        naming the leaf, what it has and what was asked. Another group that makes as
+        many groups is not seen; checkpoints compare the group itself.
     """
     shapes = moments.codes if like is None else like
 

@@ -1,7 +1,6 @@
 """Adam and AdamW whose moments are kept in FP8, as optax transformations."""
 
 import operator
-import re
 from typing import Any, NamedTuple
 import zlib
 
@@ -10,8 +9,10 @@ from jax import numpy as jnp
 import optax
 
 from coat_jax.expand import Expanded
+from coat_jax.formats import of_dtype
 from coat_jax.moments import (
     Storage,
+    check_storage,
     decode_moments,
     encode_moments,
     init_moments,
@@ -64,6 +65,9 @@ def scale_by_fp8_adam(
       nesterov: use Nesterov momentum, as optax does.
       storage: formats, groups, rounding and what stays in float32.
 
+    Gradients do not flow through stored moments: differentiating a step sees the part
+    of the update that this step's gradient makes.
+
     Returns:
       A transformation whose updates have the gradients' dtypes and whose state is
       `ScaleByFp8AdamState`: 2.08 bytes a parameter of a large leaf, against 8.
@@ -72,9 +76,10 @@ def scale_by_fp8_adam(
       `optax.apply_if_finite` to skip such steps).
 
     Raises:
-      TypeError: for bfloat16 or float16 hyperparameters, or parameters that are not
-        real floating-point arrays.
-      ValueError: if gradients and state differ in structure or shapes.
+      TypeError: for bfloat16 or float16 hyperparameters, parameters or gradients that
+        are not real floating-point arrays, or a state of another transformation.
+      ValueError: if gradients and state differ in structure or shapes, or a
+        hyperparameter is out of range.
 
     Source: COAT (arXiv 2410.19313), section 4. Unlike COAT, v is rounded
     stochastically unless `storage` says "nearest" (see `Storage.v_rounding`).
@@ -86,6 +91,7 @@ def scale_by_fp8_adam(
       >>> state.mu.codes["w"].dtype, state.mu.amax["w"].shape
       (dtype(float8_e4m3fn), (64, 1))
     """
+    check_storage("scale_by_fp8_adam", storage)
     _check_hyperparams("scale_by_fp8_adam", b1=b1, b2=b2, eps=eps, eps_root=eps_root)
     adam = optax.scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov)
     stochastic = storage.v_rounding != "nearest"
@@ -97,6 +103,8 @@ def scale_by_fp8_adam(
 
     def update(updates, state, params=None):
         del params
+        _check_state(state)
+        updates = jax.tree.map(jnp.asarray, updates)
         _check_gradients(updates, state.mu.codes)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
         moments = optax.ScaleByAdamState(
@@ -108,7 +116,8 @@ def scale_by_fp8_adam(
         out, new = adam.update(grads, moments)
         out = jax.tree.map(lambda u, g: u.astype(g.dtype), out, updates)
         mu = encode_moments(new.mu, storage, "m")
-        nu = encode_moments(new.nu, storage, "v", step=new.count, stochastic=stochastic)
+        nu = jax.tree.map(_saturate, new.nu, grads, state.nu.codes)
+        nu = encode_moments(nu, storage, "v", step=new.count, stochastic=stochastic)
         return out, ScaleByFp8AdamState(new.count, mu, nu)
 
     return optax.GradientTransformation(init, update)
@@ -196,6 +205,17 @@ def fp8_adam(
     )
 
 
+def _saturate(v, g, codes):
+    """v with the largest float32 where the square of a finite gradient overflowed.
+
+    From |g| about 1e19 / sqrt(1 - b2) on. Inf would make the group NaN although no
+    gradient was; a leaf in float32 keeps it, as optax does.
+    """
+    if of_dtype(codes.dtype) is None:
+        return v
+    return jnp.where(jnp.isinf(v) & jnp.isfinite(g), jnp.finfo(v.dtype).max, v)
+
+
 class _Request:
     """Asks `fp8_adamw`, through a chain's extra arguments, for new parameters.
 
@@ -226,7 +246,7 @@ def _with_fused_path(inner) -> optax.GradientTransformationExtraArgs:
             new = optax.apply_updates(params, out)
         else:
             # Neither the update nor the decay is rounded to bfloat16 on the way.
-            wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+            wide = lambda tree: jax.tree.map(_at_least_float32, tree)
             out, state = inner.update(wide(updates), state, wide(params), **extra)
             new = _apply_stochastic(params, out, request.key)
         request.updates, request.params = out, new
@@ -235,11 +255,15 @@ def _with_fused_path(inner) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
+def _at_least_float32(x):
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def _apply_stochastic(params, updates, key):
     words = jax.random.bits(key, (2,))
 
     def apply(key_path, p, u):
-        new = p.astype(jnp.float32) + u
+        new = _at_least_float32(p) + u
         if p.dtype != jnp.bfloat16:
             return new.astype(p.dtype)
         seed = fold(words[0], words[1], zlib.crc32(leaf_path(key_path).encode()))
@@ -328,57 +352,22 @@ def _ends_in_fp8_adam(state) -> bool:
         state = state[-1]
 
 
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
-_NORMS = {"ln", "bn", "gn", "normalization", "normalisation"}
-_VECTORS = {"bias", "biases", "scale", "scales", "gamma", "beta", "offset"}
-
-
-def decay_mask(params: Any) -> Any:
-    """What weight decay should touch: a tree of bools, by each leaf's path.
-
-    False for leaves with one axis or none, for those whose own name says bias, scale,
-    gamma, beta, offset or b ("q_bias", "b1"), and for all in a module whose name says
-    norm or ln ("layers/norm1/w", "ln_f", "LayerNorm_0"); True for the others, such as
-    embeddings. Words count, not letters: "normal_proj" and "wb" decay. Unlike a test of
-    `ndim > 1` it is right for layers stacked along a leading axis, whose norms have two
-    axes.
-
-    Raises:
-      TypeError: if given a step count: `optax.inject_hyperparams` takes a callable for
-        a schedule.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> decay_mask({"norm": {"scale": jnp.ones((2, 8))}, "w": jnp.ones((2, 8, 8))})
-      {'norm': {'scale': False}, 'w': True}
-    """
-    if isinstance(params, jax.Array) and jnp.issubdtype(params.dtype, jnp.integer):
-        raise TypeError(
-            "decay_mask: params must be a tree of parameters, got an integer array: "
-            "inject_hyperparams calls a callable mask as a schedule; pass "
-            "mask=decay_mask(params), or static_args=('mask',)"
-        )
-
-    def decays(key_path, p):
-        *modules, name = map(_words, leaf_path(key_path).split("/"))
-        if jnp.ndim(p) < 2 or _VECTORS & set(name) or name == ["b"]:
-            return False
-        return not any(map(_is_norm, [*modules, name]))
-
-    return jax.tree_util.tree_map_with_path(decays, params)
-
-
-def _words(name: str) -> list[str]:
-    """ "LayerNorm_0" as layer, norm: words in lower case, without the numbers."""
-    return [word.lower() for word in _WORD.findall(name) if not word.isdigit()]
-
-
-def _is_norm(words: list[str]) -> bool:
-    return any(word.endswith("norm") or word in _NORMS for word in words)
+# Which Python numbers a hyperparameter may be, as (test, words); traced ones are free.
+_RANGES = {
+    "b1": (lambda x: 0 <= x < 1, "at least 0 and below 1"),
+    "b2": (lambda x: 0 <= x < 1, "at least 0 and below 1"),
+    "eps": (lambda x: x >= 0, "0 or more"),
+    "eps_root": (lambda x: x >= 0, "0 or more"),
+}
 
 
 def _check_hyperparams(who: str, **hyperparams):
     for name, value in hyperparams.items():
+        if value is None:
+            raise TypeError(f"{who}: {name} must be a number or a schedule, got None")
+        fits, words = _RANGES.get(name, (None, ""))
+        if fits and isinstance(value, (int, float)) and not fits(value):
+            raise ValueError(f"{who}: {name} must be {words}, got {value}")
         dtype = getattr(value, "dtype", None)
         if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
             if jnp.finfo(dtype).bits < 32:
@@ -400,6 +389,16 @@ def _check_params(params):
             )
 
 
+def _check_state(state):
+    if not (hasattr(state, "nu") and hasattr(getattr(state, "mu", None), "codes")):
+        raise TypeError(
+            "scale_by_fp8_adam: state must be the ScaleByFp8AdamState that init made, "
+            f"got {type(state).__name__}; convert a state of optax.adamw with "
+            "coat_jax.from_optax_adam, and restore a checkpoint into jax.eval_shape("
+            "tx.init, params)"
+        )
+
+
 def _check_gradients(grads, codes):
     got, want = jax.tree.structure(grads), jax.tree.structure(codes)
     if got != want:
@@ -410,6 +409,12 @@ def _check_gradients(grads, codes):
     for (key_path, g), c in zip(
         jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(codes), strict=True
     ):
+        if not jnp.issubdtype(g.dtype, jnp.floating):
+            raise TypeError(
+                f"scale_by_fp8_adam: the gradient of {leaf_path(key_path)!r} must be a "
+                f"real floating-point array, got {g.dtype}; cast it, or exclude the "
+                "leaf with optax.masked"
+            )
         empty = c.dtype == jnp.uint8 and jnp.size(g) == 0  # c is a placeholder
         if jnp.shape(g) != c.shape and not empty:
             raise ValueError(

@@ -3,7 +3,9 @@
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 from jax import numpy as jnp
+import numpy as np
 
 from coat_jax import groups
 from coat_jax.formats import E4M3, Format, cast, of_dtype
@@ -62,6 +64,7 @@ def quantize(
       [0.1015625, -3.0, 448.0]
     """
     x = as_float32(x, "quantize")
+    check_format("quantize", format)
     axis = check_group("quantize", x.shape, group, axis)
     if group is None:
         # NaN counts as Inf: XLA:CPU drops NaN from the maximum of many elements.
@@ -72,7 +75,7 @@ def quantize(
     if x.ndim == 0 or x.size == 0:
         return Quantized(*_edge(x, format, group, axis))
     x_N = jnp.moveaxis(x, axis, -1)
-    blocks = groups.blocks_of(x_N.shape[-1], group)
+    blocks = groups.blocks_of(x_N.shape[-1], int(group))
     x_BC = groups.split(x_N, blocks)
     amax_G = groups.reduce(jnp.abs(x_BC), blocks, op=jnp.max, neutral=0.0)
     scale_G = _scale(amax_G, format)
@@ -100,16 +103,24 @@ def dequantize(
 ) -> Float32[Array, "..."]:
     """codes * scale: the inverse of `quantize` up to its bound, as float32.
 
+    Gradients do not flow through what is stored: they are zero.
+
     Args:
       q: what `quantize` returned.
-      group: as given to `quantize` (a short last group hides it from the shapes).
+      group: as given to `quantize`. Another one that makes as many groups cannot be
+        told from it (100 elements are two groups of 64 or of 99).
       axis: as given to `quantize`.
 
     Raises:
-      TypeError: if the codes are no 8-bit floats.
+      TypeError: if `q` is not what `quantize` returns.
       ValueError: if the scales' shape is not that of `group` along `axis`.
     """
+    if not isinstance(q, Quantized):
+        raise TypeError(
+            f"dequantize: q must be what quantize returned, got {type(q).__name__}"
+        )
     check_codes("dequantize", q.codes, [("scale", q.scale)], group, axis)
+    q = lax.stop_gradient(q)
     codes = q.codes.astype(jnp.float32)
     if group is None or codes.ndim == 0 or codes.size == 0:
         return codes * q.scale if codes.size else codes
@@ -130,10 +141,20 @@ def as_float32(x, who: str) -> jax.Array:
     return x.astype(jnp.float32)
 
 
-def check_group(who: str, shape, group: int | None, axis: int) -> int:
-    """The axis as a non-negative number, or a ValueError."""
-    integer = isinstance(group, int) and not isinstance(group, bool)
-    if group is not None and not (integer and group >= 1):
+def check_format(who: str, format) -> None:
+    """Raises a TypeError unless `format` is one whose codes can be decoded."""
+    if not isinstance(format, Format) or of_dtype(format.dtype) is None:
+        raise TypeError(
+            f"{who}: format must be coat_jax.E4M3 or coat_jax.E5M2, got {format!r}"
+        )
+
+
+def check_group(who: str, shape, group: Any, axis: Any) -> int:
+    """The axis as a non-negative number, or an error."""
+    whole = lambda n: isinstance(n, (int, np.integer)) and not isinstance(n, bool)
+    if not whole(axis):
+        raise TypeError(f"{who}: axis must be one whole number, got {axis!r}")
+    if group is not None and not (whole(group) and group >= 1):
         raise ValueError(
             f"{who}: group must be a whole number of at least 1, got {group!r} for x "
             f"of shape {tuple(shape)}"
@@ -158,6 +179,12 @@ def group_shape(shape, group: int | None, axis: int = -1) -> tuple[int, ...]:
 
 def check_codes(who: str, codes, stats, group: int | None, axis: int) -> Format:
     """The codes' format; raises unless every statistic has the shape of `group`."""
+    for name, array in [("codes", codes), *stats]:
+        if not hasattr(array, "shape"):
+            raise TypeError(
+                f"{who}: {name} must be an array, got {type(array).__name__}; pass "
+                "what the quantiser returned"
+            )
     format = of_dtype(codes.dtype)
     if format is None:
         raise TypeError(

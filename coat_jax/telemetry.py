@@ -26,8 +26,9 @@ def sqnr_db(x: Float[Array, "..."], stored: Float[Array, "..."]) -> Float32[Arra
     values count most: for small ones see `relative_rmse`.
 
     Returns:
-      Decibels, float32. Inf if nothing was lost, -Inf if x is zero and stored is not,
-      NaN if either holds NaN or Inf. Any magnitude: sums are relative to max|x|.
+      Decibels, float32. Inf if nothing was lost, -Inf if x is zero and stored is not
+      or the error is over 1e19 max|x|, NaN if either holds NaN or Inf. Any magnitude of
+      x: sums are relative to max|x|.
 
     Raises:
       ValueError: if the shapes differ.
@@ -55,7 +56,7 @@ def relative_rmse(
     Every element counts the same, however small: a value that became zero counts 1.
 
     Returns:
-      Dimensionless, float32; 0 if x has no non-zeros.
+      Dimensionless, float32; 0 if x has no non-zeros, Inf if an error is over 1e19 x.
 
     Raises:
       As `sqnr_db`.
@@ -211,8 +212,9 @@ def update_mse(
       >>> float(update_mse(m, v, jnp.array([1.5, 2.0]), v))
       0.125
     """
-    trees = [jax.tree.leaves(tree) for tree in (m, v, m_stored, v_stored)]
-    _check_counts("update_mse", trees)
+    given = (m, v, m_stored, v_stored)
+    _check_structures("update_mse", given)
+    trees = [jax.tree.leaves(tree) for tree in given]
     ratio = lambda m, v: m / (jnp.sqrt(v) + eps)
     total, count = jnp.float32(0), 0
     for leaves in zip(*trees, strict=True):
@@ -258,7 +260,7 @@ def moment_error(
       ValueError: if the structures, shapes or groups differ.
     """
     leaves, wanted = _leaves(stored, "moment_error"), jax.tree.leaves(exact)
-    _check_counts("moment_error", [leaves, wanted])
+    _check_structures("moment_error", (stored.codes, exact))
     pairs = zip(leaves, wanted, strict=True)
     return {path: _leaf_error(e, x, storage) for (path, e), x in pairs if jnp.size(x)}
 
@@ -419,18 +421,19 @@ def _leaves(moments: Expanded, who: str) -> list[tuple[str, Expanded]]:
     """(path, Expanded of arrays) from Expanded of trees."""
     codes = jax.tree_util.tree_leaves_with_path(moments.codes)
     amax, power = jax.tree.leaves(moments.amax), jax.tree.leaves(moments.power)
-    _check_counts(who, [codes, amax, power])
+    _check_structures(who, moments)
     rows = zip(codes, amax, power, strict=True)
     return [(leaf_path(p), Expanded(c, a, k)) for (p, c), a, k in rows]
 
 
-def _check_counts(who: str, trees):
-    counts = [len(leaves) for leaves in trees]
-    if len(set(counts)) > 1:
-        raise ValueError(
-            f"{who}: all trees must have the parameters' structure, got trees of "
-            f"{counts} leaves; pass moments of one optimizer"
-        )
+def _check_structures(who: str, trees):
+    first, *others = map(jax.tree.structure, trees)
+    for other in others:
+        if other != first:
+            raise ValueError(
+                f"{who}: all trees must have the parameters' structure {first}, got "
+                f"{other}; pass moments of one optimizer"
+            )
 
 
 def _pair(who: str, x, stored):

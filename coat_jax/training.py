@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import numpy as jnp
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 import optax
 
@@ -44,7 +45,8 @@ def init_state(params, tx: optax.GradientTransformation, key) -> TrainState:
       key: a typed key (`jax.random.key`).
 
     Returns:
-      TrainState with step 0.
+      TrainState with step 0, of these very arrays: the first step of `make_train_step`
+      gives `params` and `key` away with it.
 
     Raises:
       TypeError: if `key` is a raw uint32 key.
@@ -60,13 +62,24 @@ def init_state(params, tx: optax.GradientTransformation, key) -> TrainState:
             f"{getattr(key, 'dtype', type(key).__name__)}; use jax.random.key(0)"
         )
     step = jnp.zeros([], jnp.int32)
-    placed = next((x.sharding for x in jax.tree.leaves(params)), None)
-    if not isinstance(placed, NamedSharding):
+    placed = _first_named_sharding(params)
+    if placed is None:
         return TrainState(step, params, jax.jit(tx.init)(params), key)
     init = jax.jit(tx.init, out_shardings=state_shardings(tx, params))
     # Left on one device, these two would make the second step compile anew.
     step, key = jax.device_put((step, key), NamedSharding(placed.mesh, PartitionSpec()))
     return TrainState(step, params, init(params), key)
+
+
+def _first_named_sharding(params) -> NamedSharding | None:
+    """A sharding over a mesh that some leaf has; None if all lie on one device.
+
+    Traced arrays and NumPy's have no sharding of their own.
+    """
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(params)):
+        return None
+    all_of_them = (getattr(x, "sharding", None) for x in jax.tree.leaves(params))
+    return next((s for s in all_of_them if isinstance(s, NamedSharding)), None)
 
 
 def make_train_step(

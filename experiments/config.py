@@ -5,16 +5,22 @@ from typing import Literal
 
 from experiments.harness import option
 
+
 # What each model size trains with unless an option says otherwise. The batch is in
 # sequences. 7b and 8b fit one 141 GB device at batch 1 with the FP8 optimizer only.
+def _preset(batch, seq, steps, lr, vocab, eval_batches=8) -> dict[str, float]:
+    sizes = {"batch": batch, "seq": seq, "steps": steps, "lr": lr, "vocab": vocab}
+    return {**sizes, "eval_batches": eval_batches}
+
+
 PRESETS = {
-    "micro": {"batch": 4, "seq": 32, "steps": 20, "lr": 1e-2, "vocab": 512},
-    "tiny": {"batch": 4, "seq": 128, "steps": 1500, "lr": 5e-3, "vocab": 2048},
-    "small": {"batch": 16, "seq": 256, "steps": 2000, "lr": 3e-3, "vocab": 8192},
-    "125m": {"batch": 32, "seq": 1024, "steps": 5000, "lr": 1e-3, "vocab": 50304},
-    "1b": {"batch": 16, "seq": 2048, "steps": 5000, "lr": 4e-4, "vocab": 128256},
-    "llama2-7b": {"batch": 1, "seq": 2048, "steps": 1000, "lr": 3e-4, "vocab": 32000},
-    "llama3-8b": {"batch": 1, "seq": 2048, "steps": 1000, "lr": 3e-4, "vocab": 128256},
+    "micro": _preset(4, 32, 20, 1e-2, 512),
+    "tiny": _preset(4, 128, 1500, 2e-3, 2048, eval_batches=32),
+    "small": _preset(16, 256, 2000, 3e-3, 8192),
+    "125m": _preset(32, 1024, 5000, 1e-3, 50304),
+    "1b": _preset(16, 2048, 5000, 4e-4, 128256),
+    "llama2-7b": _preset(1, 2048, 1000, 3e-4, 32000, eval_batches=32),
+    "llama3-8b": _preset(1, 2048, 1000, 3e-4, 128256, eval_batches=32),
 }
 # Options that say how a run is watched or kept, not what it computes: `--resume` may
 # change them. Everything else must be as it was.
@@ -88,8 +94,8 @@ class Config:
     overwrite: bool = option(False, "delete the run that --out already holds")
     save_every: int = option(100, "steps between checkpoints; 0 keeps none")
     keep: int = option(3, "checkpoints to keep")
-    eval_every: int = option(50, "steps between held-out losses; 0 only at the end")
-    eval_batches: int = option(8, "batches of held-out text in a held-out loss")
+    eval_every: int = option(100, "steps between held-out losses; 0 only at the end")
+    eval_batches: int | None = option(None, "batches in a held-out loss")
     log_seconds: float = option(5.0, "between progress lines when there's no terminal")
     progress: bool = option(True, "show progress")
     tensorboard: bool = option(False, "also write TensorBoard files into --out")

@@ -123,7 +123,9 @@ def _bpe(source: corpus.Corpus, vocab: int, folder: pathlib.Path) -> BpeTokenize
         except Exception:  # the package raises bare Exception for a damaged file
             path.unlink()
     model = _train_bpe(_sample(list(source.train.values())), vocab)
-    _write(path, lambda name: model.save(name))
+    # model.save raises a bare Exception when the disk is full; write_text an OSError.
+    text = model.to_str()
+    _write(path, lambda name: pathlib.Path(name).write_text(text))
     return BpeTokenizer(model)
 
 
@@ -181,7 +183,8 @@ def prepare(config) -> Tokens:
     """
     source = corpus.load(config)
     # Any option that changes the split or the vocabulary has its own folder.
-    key = f"{config.tokenizer}-{config.vocab}-{config.held_out}-{source.sha256}"
+    split = "\n".join(source.held)
+    key = f"{config.tokenizer}-{config.vocab}-{source.sha256}-{split}"
     folder = pathlib.Path(config.cache, hashlib.sha256(key.encode()).hexdigest()[:16])
     try:
         tokenizer = make_tokenizer(config, source, folder)

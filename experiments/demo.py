@@ -2,8 +2,8 @@
 
 Command:   python -m experiments.demo          (what `make demo` runs)
 Hardware:  two CPU cores, three minutes.
-Expected:  both optimizers end at the same loss, closer than two seeds do; the
-           optimizer's bytes fall to 0.27. experiments/README.md has the runs.
+Expected:  the loss falls from 7.7 to 3.7 on held-out text with either optimizer; the
+           optimizer's bytes fall to 0.26. experiments/README.md has the runs.
 """
 
 import dataclasses

@@ -30,13 +30,13 @@ FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 WIDEST = 16.0  # the grid is not widened beyond this factor of its middle
 # Arguments of experiments.pretrain, and the middle of the grid of learning rates.
 CONTENDERS = {
-    "adamw (float32)": (("--optimizer=adamw",), 1e-2),
-    "fp8_adamw": (("--optimizer=fp8_adamw",), 1e-2),
+    "adamw (float32)": (("--optimizer=adamw",), 5e-3),
+    "fp8_adamw": (("--optimizer=fp8_adamw",), 5e-3),
     "lion (bf16)": (("--optimizer=lion", "--momentum_dtype=bfloat16"), 1e-3),
-    "muon (bf16)": (("--optimizer=muon", "--momentum_dtype=bfloat16"), 1e-2),
+    "muon (bf16)": (("--optimizer=muon", "--momentum_dtype=bfloat16"), 2e-2),
     "adafactor (bf16 momentum)": (
         ("--optimizer=adafactor", "--momentum_dtype=bfloat16"),
-        1e-2,
+        5e-3,
     ),
 }
 
@@ -46,7 +46,7 @@ class Config:
     """Compares optimizers of equal state size on the demo's model."""
 
     preset: str = option("tiny", "as in experiments.pretrain")
-    steps: int = option(400, "updates in a run")
+    steps: int | None = option(None, "updates in a run")
     seeds: int = option(3, "fresh seeds at each tuned learning rate")
     jobs: int = option(1, "runs at a time")
     out: str = option("results/equal_bytes", "folder of the runs, deleted first")
@@ -54,8 +54,9 @@ class Config:
 
     def __post_init__(self):
         for name in ("steps", "seeds", "jobs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name} must be at least 1, got {value}")
 
 
 def _train(config: Config, arguments, lr: float, seed: int) -> dict:
@@ -64,10 +65,12 @@ def _train(config: Config, arguments, lr: float, seed: int) -> dict:
     out = pathlib.Path(config.out) / name
     command = [
         sys.executable, "-m", "experiments.pretrain", *arguments,
-        f"--preset={config.preset}", f"--steps={config.steps}", f"--lr={lr!r}",
-        f"--seed={seed}", f"--out={out}", f"--results={out}.jsonl", "--overwrite",
-        "--save_every=0", "--eval_every=0", "--progress=false", "--eval_batches=32",
+        f"--preset={config.preset}", f"--lr={lr!r}", f"--seed={seed}",
+        f"--out={out}", f"--results={out}.jsonl", "--overwrite", "--save_every=0",
+        "--eval_every=0", "--progress=false",
     ]  # fmt: skip
+    if config.steps is not None:
+        command.append(f"--steps={config.steps}")
     share = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     done = subprocess.run(
         command, capture_output=True, text=True, env=os.environ | share

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import enum
 import importlib.metadata
+import inspect
 import json
 import logging
 import pathlib
@@ -98,7 +99,7 @@ def _options_of(kind) -> dict[str, typing.Any]:
 
 def _parser_of(config_class) -> argparse.ArgumentParser:
     parser = _Parser(
-        description=config_class.__doc__,
+        description=inspect.getdoc(config_class),
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -135,10 +136,24 @@ def parse(config_class, argv=None):
         raise UserError(ExitCode.CONFIG, str(error)) from None
 
 
+def quiet_failed_saves() -> None:
+    """Keeps what libraries print of a failed save from burying the one line of it.
+
+    For a process that is a program: it changes logging and a hook of the interpreter.
+    """
+    for name in ("absl", "asyncio"):  # orbax's tracebacks, and its abandoned tasks
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+    def hook(raised):
+        # tensorstore's threads still report to the event loop that the failure closed.
+        if str(raised.exc_value) != "Event loop is closed":
+            sys.__unraisablehook__(raised)
+
+    sys.unraisablehook = hook
+
+
 def run_main(main, config_class, argv=None) -> int:
     """Parses, runs main(config) and returns the exit code; user errors are one line."""
-    # Orbax logs a failed save with its traceback, which would bury that line.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         main(parse(config_class, argv))
     except UserError as error:

@@ -26,4 +26,5 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
+    harness.quiet_failed_saves()
     sys.exit(harness.run_main(main, Config))

@@ -119,6 +119,14 @@ def test_the_cache_is_used_and_a_damaged_one_is_made_again(config, monkeypatch):
         assert path.read_bytes() == whole, path
 
 
+def test_another_split_of_the_same_text_is_not_taken_from_the_cache(config):
+    first = data.prepare(config)
+    other = data.prepare(dataclasses.replace(config, held_out=0.5))
+    assert other.corpus.sha256 == first.corpus.sha256
+    assert len(other.held) > len(first.held)
+    assert other.sha256 != first.sha256
+
+
 def test_bytes_stand_in_when_tokenizers_is_missing(config, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     tokens = data.prepare(config)

@@ -5,8 +5,9 @@ import sys
 import numpy as np
 import pytest
 
-from coat_jax.fp8_state import FIELDS, fp8_state
+from coat_jax.fp8_state import fp8_state
 from coat_jax.moments import Storage
+from coat_jax.optax_fields import FIELDS
 from tests import optax_cases
 from tests.helpers import assert_same_bits, assert_sqnr
 

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 LAYERS = [
-    {"typing"},
+    {"typing", "optax_fields"},
     {"formats", "rounding"},
     {"groups"},
     {"kernels"},
@@ -17,6 +17,7 @@ LAYERS = [
     {"telemetry"},
     {
         "optimizer",
+        "decay",
         "linear",
         "norms",
         "activations",

@@ -3,7 +3,6 @@
 import functools
 import inspect
 
-from flax import linen, nnx
 import jax
 from jax import numpy as jnp
 import numpy as np
@@ -200,80 +199,6 @@ def test_v_is_rounded_stochastically_where_the_storage_says(b2, asked, random):
     assert len(np.unique(np.asarray(state.mu.codes[:, ::2]).view(np.uint8))) == 1
 
 
-# Weight decay
-
-
-class Block(linen.Module):
-    @linen.compact
-    def __call__(self, x, _):
-        x = linen.LayerNorm(name="norm1")(x)
-        x = linen.Dense(8)(linen.RMSNorm()(x))
-        return x, None
-
-
-def test_decay_mask_of_a_linen_model_stacked_by_scan():
-    scanned = linen.scan(
-        Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
-    )
-    variables = jax.eval_shape(
-        lambda: scanned(name="layers").init(jax.random.key(0), jnp.ones((2, 8)), None)
-    )
-    params = variables["params"]
-    assert params["norm1"]["scale"].shape == (3, 8)  # two axes, and yet a vector
-    assert coat_jax.decay_mask(params) == {
-        "norm1": {"scale": False, "bias": False},
-        "RMSNorm_0": {"scale": False},
-        "Dense_0": {"kernel": True, "bias": False},
-    }
-
-
-def test_decay_mask_of_an_nnx_model_stacked_by_vmap():
-    class Layer(nnx.Module):
-        def __init__(self, rngs):
-            self.norm = nnx.LayerNorm(8, rngs=rngs)
-            self.embed = nnx.Embed(16, 8, rngs=rngs)
-            self.linear = nnx.Linear(8, 8, rngs=rngs)
-
-    make = lambda key: Layer(nnx.Rngs(key))
-    model = nnx.vmap(make)(jax.random.split(jax.random.key(0), 3))
-    mask = coat_jax.decay_mask(nnx.state(model, nnx.Param))
-    assert nnx.to_pure_dict(mask) == {
-        "norm": {"scale": False, "bias": False},
-        "embed": {"embedding": True},
-        "linear": {"kernel": True, "bias": False},
-    }
-
-
-NO_DECAY = (
-    "bias scale b b1 q_bias layers/norm/w norm1/scale ln_f/g LayerNorm_0/kernel "
-    "RMSNorm/w GroupNorm_1/w batch_norm/gamma post_attention_layernorm/weight beta "
-    "ln1/w layer_normalization/w final_norm_scale blocks/bn2/w"
-).split()
-DECAY = (
-    "w kernel wb embed/embedding normal_proj normal/kernel lora_b b_proj "
-    "scale_up/kernel LinearNormal/w abnormal planner/kernel vln_x abs/w"
-).split()
-
-
-@pytest.mark.parametrize("path", NO_DECAY + DECAY)
-def test_decay_mask_reads_names_by_words(path):
-    tree = functools.reduce(
-        lambda leaf, name: {name: leaf}, reversed(path.split("/")), jnp.ones((2, 3))
-    )
-    assert jax.tree.leaves(coat_jax.decay_mask(tree)) == [path in DECAY]
-
-
-@pytest.mark.parametrize("shape", [(), (3,)])
-def test_decay_mask_leaves_out_what_has_no_two_axes(shape):
-    assert coat_jax.decay_mask({"w": jnp.ones(shape)}) == {"w": False}
-
-
-def test_decay_mask_keeps_none_and_masked_leaves():
-    params = {"w": jnp.ones((2, 2)), "none": None, "masked": optax.MaskedNode()}
-    want = {"w": True, "none": None, "masked": optax.MaskedNode()}
-    assert coat_jax.decay_mask(params) == want
-
-
 # Errors: which function, what must hold, what was given, what to do
 
 
@@ -343,26 +268,87 @@ def test_a_state_of_another_storage_is_refused():
         other.update(params, state)
 
 
-def test_decay_mask_refuses_the_step_count_that_inject_hyperparams_passes():
-    tx = optax.inject_hyperparams(coat_jax.fp8_adamw)
-    tx = tx(learning_rate=1e-3, mask=coat_jax.decay_mask)
-    want = (
-        r"decay_mask: params must be a tree of parameters, got an integer array: "
-        r"inject_hyperparams .* pass mask=decay_mask\(params\), or static_args"
-    )
+@pytest.mark.parametrize("dtype", [jnp.complex64, jnp.int32], ids=str)
+def test_gradients_that_are_no_real_floats_are_refused(dtype):
+    tx, params = coat_jax.scale_by_fp8_adam(), {"w": jnp.ones((4, 8))}
+    want = rf"gradient of 'w' must be a real .*, got {jnp.dtype(dtype)}"
     with pytest.raises(TypeError, match=want):
-        tx.init(draw(0))
+        tx.update({"w": jnp.ones((4, 8), dtype)}, tx.init(params))
+
+
+@pytest.mark.parametrize("state", [None, {}, "optax"], ids=str)
+def test_a_state_of_another_transformation_is_refused(state):
+    params = {"w": jnp.ones((4, 8))}
+    state = optax.scale_by_adam().init(params) if state == "optax" else state
+    with pytest.raises(TypeError, match=r"state must be .*from_optax_adam"):
+        coat_jax.scale_by_fp8_adam().update(params, state)
+
+
+@pytest.mark.parametrize("storage", [None, coat_jax.E4M3, {}], ids=str)
+def test_what_is_no_storage_is_refused(storage):
+    with pytest.raises(TypeError, match=r"storage must be a coat_jax.Storage, got"):
+        inspect.unwrap(coat_jax.scale_by_fp8_adam)(storage=storage)
 
 
 @pytest.mark.parametrize(
-    "how", [{"static_args": "mask"}, {}], ids=["static_args", "a tree"]
+    ("options", "error", "words"),
+    [
+        ({"b1": 1.0}, ValueError, "b1 must be at least 0 and below 1, got 1.0"),
+        (
+            {"b2": float("nan")},
+            ValueError,
+            "b2 must be at least 0 and below 1, got nan",
+        ),
+        ({"b2": -0.1}, ValueError, "b2 must be at least 0 and below 1, got -0.1"),
+        ({"eps": -1.0}, ValueError, "eps must be 0 or more, got -1.0"),
+        ({"eps_root": None}, TypeError, "eps_root must be a number or a schedule"),
+        ({"b1": None}, TypeError, "b1 must be a number or a schedule, got None"),
+    ],
+    ids=str,
 )
-def test_decay_mask_under_inject_hyperparams_as_its_error_says(how):
-    params = draw(0)
-    mask = coat_jax.decay_mask if how else coat_jax.decay_mask(params)
-    tx = optax.inject_hyperparams(coat_jax.fp8_adamw, **how)
-    tx = tx(learning_rate=1.0, weight_decay=0.5, mask=mask)
-    zero = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = tx.update(zero, tx.init(params), params)
-    assert_same_bits(updates["w"], -0.5 * params["w"])
-    assert_same_bits(updates["norm"], jax.tree.map(jnp.negative, zero["norm"]))
+def test_hyperparameters_out_of_range_are_refused(options, error, words):
+    with pytest.raises(error, match=words):
+        inspect.unwrap(coat_jax.scale_by_fp8_adam)(**options)
+
+
+def test_a_learning_rate_of_none_is_refused():
+    with pytest.raises(TypeError, match="learning_rate must be a number or a schedule"):
+        inspect.unwrap(coat_jax.fp8_adamw)(None)
+
+
+def test_a_finite_gradient_whose_square_overflows_spoils_no_group():
+    params = {"w": jnp.ones((64, 128))}
+    tx = coat_jax.fp8_adamw(1e-2)
+    step, state = jax.jit(tx.update), tx.init(params)
+    grads = {"w": jnp.full((64, 128), 0.1)}
+    _, state = step({"w": grads["w"].at[0, 0].set(1e20)}, state, params)
+    for _ in range(3):
+        updates, state = step(grads, state, params)
+        assert np.isfinite(updates["w"]).all()
+    assert np.isfinite(state[0].nu.amax["w"]).all()
+
+
+def test_gradients_do_not_flow_through_stored_moments():
+    """The update's slope is finite in this step's gradient, 0 in an earlier one."""
+    params = {"w": jnp.ones((64, 128))}
+    tx = coat_jax.scale_by_fp8_adam()
+    g = jnp.broadcast_to(jnp.linspace(0.1, 1, 128), (64, 128))
+
+    def total(scales):
+        state = tx.init(params)
+        for scale in scales:
+            updates, state = tx.update({"w": scale * g}, state)
+        return jnp.sum(updates["w"] * g)
+
+    got = jax.grad(total)(jnp.array([1.0, 2.0]))
+    assert got[0] == 0
+    assert np.isfinite(got[1])
+    assert got[1] != 0
+
+
+def test_python_numbers_are_parameters_and_gradients_as_in_optax():
+    tx = coat_jax.fp8_adamw(1e-3)
+    updates, _ = tx.update({"a": -0.5}, tx.init({"a": 1.0}), {"a": 1.0})
+    want = optax.adamw(1e-3)
+    want, _ = want.update({"a": jnp.float32(-0.5)}, want.init({"a": 1.0}), {"a": 1.0})
+    assert_same_bits(updates["a"], want["a"])

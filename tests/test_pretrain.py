@@ -26,6 +26,7 @@ from experiments import (
     demo,
     folder,
     harness,
+    job,
     loop,
     metrics,
     optimizers,

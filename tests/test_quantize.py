@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from coat_jax import formats
+from coat_jax.expand import expand_dequantize, expand_quantize
 from coat_jax.quantize import Quantized, check_group, dequantize, group_shape, quantize
 from tests import expand_judge as judge
 from tests import helpers
@@ -253,3 +254,37 @@ def test_what_was_not_quantised_is_refused():
             decode(q, **kwargs)
     with pytest.raises(ValueError, match="group must be a whole number"):
         decode(q, group=0)
+
+
+@pytest.mark.parametrize("what", [quantize, expand_quantize])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"format": "e4m3"},
+            "format must be coat_jax.E4M3 or .* got 'e4m3'",
+        ),
+        ({"axis": None}, "axis must be one whole number, got None"),
+        ({"axis": (0, 1)}, r"axis must be one whole number, got \(0, 1\)"),
+        ({"axis": 1.0}, "axis must be one whole number, got 1.0"),
+    ],
+    ids=str,
+)
+def test_formats_and_axes_of_another_kind_are_refused(what, options, words):
+    with pytest.raises(TypeError, match=words):
+        inspect.unwrap(what)(jnp.ones((2, 4)), **options)
+
+
+def test_a_numpy_number_is_a_group():
+    q = inspect.unwrap(quantize)(jnp.ones(4), group=np.int64(2))
+    assert q.scale.shape == (2,)
+
+
+def test_gradients_through_what_is_stored_are_zero():
+    x = jnp.linspace(-1, 1, 128)
+    there_and_back = [
+        lambda x: dequantize(quantize(x)),
+        lambda x: expand_dequantize(expand_quantize(x)),
+    ]
+    for f in there_and_back:
+        np.testing.assert_array_equal(jax.grad(lambda x, f=f: f(x).sum())(x), 0)

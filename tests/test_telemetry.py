@@ -381,3 +381,13 @@ def test_state_bytes_of_arrays_shapes_and_numbers(trained):
     assert telemetry.state_bytes({"rate": 0.1, "step": 3, "none": None}) == 8
     huge = jax.ShapeDtypeStruct((1 << 20, 1 << 20), jnp.float32)
     assert telemetry.state_bytes(huge) == 4 << 40
+
+
+def test_trees_of_other_names_are_refused():
+    w = {"a": jnp.ones((64, 128)), "b": jnp.full((64, 128), 2.0)}
+    stored = encode_moments(w, Storage(), "m")
+    renamed = {"y": w["b"], "z": w["a"]}
+    with pytest.raises(ValueError, match="moment_error: all trees must have the"):
+        telemetry.moment_error(stored, renamed, Storage())
+    with pytest.raises(ValueError, match="update_mse: all trees must have the"):
+        telemetry.update_mse(w, w, renamed, w)

@@ -145,3 +145,11 @@ def test_fused_refuses_other_optimizers():
 def test_raw_keys_are_refused_by_name():
     with pytest.raises(TypeError, match=r"must be a typed key, got uint32; .*key\(0\)"):
         training.init_state(params_of(), optax.sgd(0.1), jnp.zeros(2, jnp.uint32))
+
+
+def test_a_state_can_be_made_of_shapes_and_of_numpy_arrays():
+    make = lambda params: training.init_state(params, fp8(), jax.random.key(0))
+    params = params_of()
+    want = jax.tree.structure(make(params))
+    assert jax.tree.structure(jax.eval_shape(make, params)) == want
+    assert jax.tree.structure(make(jax.tree.map(np.asarray, params))) == want
