@@ -4,6 +4,7 @@ import csv
 import os
 import pathlib
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from experiments import job
 CLOCK = {"step_ms", "tokens_per_s", "seconds"}  # how fast a step was, not its result
 SAVE_EVERY = 4
 STEPS_A_KILL = 12
+RESUMED = re.compile(r"continuing from step (\d+) ")
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +68,7 @@ def start(folder, name, steps):
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "PYTHONUNBUFFERED": "1",  # what it printed outlives it
     }
     return subprocess.Popen(
         [sys.executable, "-m", "experiments.pretrain", "--resume", *arguments],
@@ -137,12 +140,12 @@ def assert_kills_change_nothing(folder, kills, seed):
         process = start(folder, "killed", steps)
         wanted = min(saved + draw.randint(1, STEPS_A_KILL), steps - 1)
         output = kill_after(process, folder, "killed", wanted, draw.uniform(0, 0.03))
-        assert (f"continuing from step {saved} " in output) == (saved > 0), output
+        # Rows of the last attempt may trigger a kill before this one has resumed.
+        assert set(RESUMED.findall(output)) <= {str(saved)}, output
         saved = committed(folder, "killed")
         resumed.append(saved)
     output = finish(start(folder, "killed", steps))
-    assert (f"continuing from step {saved} " in output) == (saved > 0), output
-    assert max(resumed) > 0, "no kill came after a checkpoint"
+    assert RESUMED.findall(output) == [str(saved)], output
     want, got = rows(folder, "whole"), rows(folder, "killed")
     assert [int(row["step"]) for row in want] == list(range(1, steps + 1))
     assert got == want
