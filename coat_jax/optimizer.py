@@ -116,9 +116,9 @@ def scale_by_fp8_adam(
         out, new = adam.update(grads, moments)
         out = jax.tree.map(lambda u, g: u.astype(g.dtype), out, updates)
         mu = encode_moments(new.mu, storage, "m")
-        nu = jax.tree.map(_saturate, new.nu, grads, state.nu.codes)
+        nu = jax.tree.map(_saturate, new.nu, state.nu.codes)
         nu = encode_moments(nu, storage, "v", step=new.count, stochastic=stochastic)
-        return out, ScaleByFp8AdamState(new.count, mu, nu)
+        return out, ScaleByFp8AdamState(new.count, mu, _diverged_with(mu, nu))
 
     return optax.GradientTransformation(init, update)
 
@@ -205,15 +205,23 @@ def fp8_adam(
     )
 
 
-def _saturate(v, g, codes):
-    """v with the largest float32 where the square of a finite gradient overflowed.
+def _saturate(v, codes):
+    """v below Inf where it is to be stored in FP8.
 
-    From |g| about 1e19 / sqrt(1 - b2) on. Inf would make the group NaN although no
-    gradient was; a leaf in float32 keeps it, as optax does.
+    The square of a finite gradient overflows from about 1e19 / sqrt(1 - b2) on. Inf
+    would make the group NaN although no gradient was.
     """
-    if of_dtype(codes.dtype) is None:
-        return v
-    return jnp.where(jnp.isinf(v) & jnp.isfinite(g), jnp.finfo(v.dtype).max, v)
+    stored = of_dtype(codes.dtype) is not None
+    return jnp.minimum(v, jnp.finfo(v.dtype).max) if stored else v
+
+
+def _diverged_with(mu: Expanded, nu: Expanded) -> Expanded:
+    """nu with NaN in the groups where mu has it, as an Inf gradient's square has lost.
+
+    A statistic a group: masks of the elements would be one more buffer of their size.
+    """
+    spoil = lambda m, v: jnp.where(jnp.isnan(m), jnp.nan, v)
+    return nu._replace(amax=jax.tree.map(spoil, mu.amax, nu.amax))
 
 
 class _Request:

@@ -180,7 +180,8 @@ def test_B06_a_bad_gradient_stays_in_its_group(bad):
     _, clean = step(grads, tx.init(params))
     _, hurt = step(grads.at[0, 7].set(bad), tx.init(params))
     for got, want in ((hurt.mu, clean.mu), (hurt.nu, clean.nu)):
-        assert np.isnan(np.asarray(got.codes, np.float32)[0, :128]).all()
+        # The codes of v's group may be numbers: it is amax that makes them NaN.
+        assert np.isnan(coat_jax.expand_dequantize(got)[0, :128]).all()
         rest = lambda e: (e.codes[1:], e.codes[0, 128:], e.amax[1:], e.power[1:])
         assert_same_bits(rest(got), rest(want))
 
