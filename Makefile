@@ -11,7 +11,7 @@ export JUPYTER_PREFER_ENV_PATH = 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test soak notebooks lint types bench clean
+.PHONY: help demo test soak notebooks lint types clean
 
 help:
 	@echo 'make demo       train a small model with AdamW and with FP8 AdamW, compare them'
@@ -20,7 +20,6 @@ help:
 	@echo 'make notebooks  execute every notebook and write its .ipynb'
 	@echo 'make lint       check format and style'
 	@echo 'make types      check types'
-	@echo 'make bench      run the benchmarks'
 	@echo 'make clean      remove the environments and caches (results stay)'
 	@echo 'Each makes the environment it needs. PYTHON=python3.12 make test: another one.'
 
@@ -70,12 +69,6 @@ lint: $(VENV)/dev
 
 types: $(VENV)/dev
 	@$(PY) -m basedpyright --pythonpath $(PY)
-
-bench: $(VENV)/dev
-	@for source in benchmarks/*.py; do \
-	  test -f "$$source" || { echo 'make: benchmarks/ holds no .py file' >&2; exit 1; }; \
-	  $(PY) -m "benchmarks.$$(basename "$$source" .py)" || exit 1; \
-	done
 
 clean:
 	rm -rf .venv-* .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -120,7 +120,8 @@ def load(config) -> Corpus:
             raise UserError(
                 ExitCode.DATA,
                 f"none of the {len(texts)} files of {root} is {which} at "
-                f"--held_out={config.held_out}; {change} it or add files",
+                f"--held_out={config.held_out}; {change} it (0.5 parts most small "
+                "folders) or add files",
             )
     return Corpus(
         name=config.data,

@@ -56,7 +56,9 @@ class Run:
         self.state, self.batches = built.state, data.train_batches(tokens, config)
         self.held = [built.put(batch) for batch in data.held_batches(tokens, config)]
         self.done, self.seconds, self.logs = 0, 0.0, []
-        if config.resume and keeper.latest() is not None:
+        if config.resume and keeper.latest() is None:
+            print(f"{out} holds no checkpoint to resume; starting at step 1")
+        elif config.resume:
             self._resume()
 
     def _resume(self) -> None:

@@ -90,7 +90,7 @@ class Progress:
 
     def __init__(self, config, *, start: int):
         self._config, self._last, self._start = config, time.monotonic(), start
-        self._began, self._bar = time.monotonic(), None
+        self._began, self._bar = None, None  # the clock starts after compiling
         if config.progress and sys.stdout.isatty():
             self._bar = self._make_bar(config, start)
 
@@ -123,14 +123,17 @@ class Progress:
 
     def _line(self, row: dict, figures: str) -> None:
         now, steps = time.monotonic(), self._config.steps
+        if self._began is None:
+            self._began, self._start = now, row["step"]
         if now - self._last < self._config.log_seconds and row["step"] < steps:
             return
         self._last = now
-        done = max(row["step"] - self._start, 1)
-        left = (now - self._began) / done * (steps - row["step"])
+        done = row["step"] - self._start
+        left = (now - self._began) / max(done, 1) * (steps - row["step"])
+        minutes, seconds = divmod(int(left), 60)
+        eta = f"{minutes}:{seconds:02d}" if done else "in a few steps"
         print(
-            f"{self._config.optimizer} step {row['step']}/{steps}  {figures}  "
-            f"ETA {int(left) // 60}:{int(left) % 60:02d}",
+            f"{self._config.optimizer} step {row['step']}/{steps}  {figures}  ETA {eta}",
             flush=True,
         )
 
