@@ -132,10 +132,8 @@ class Progress:
         left = (now - self._began) / max(done, 1) * (steps - row["step"])
         minutes, seconds = divmod(int(left), 60)
         eta = f"{minutes}:{seconds:02d}" if done else "in a few steps"
-        print(
-            f"{self._config.optimizer} step {row['step']}/{steps}  {figures}  ETA {eta}",
-            flush=True,
-        )
+        name = self._config.optimizer
+        print(f"{name} step {row['step']}/{steps}  {figures}  ETA {eta}", flush=True)
 
     def sync(self) -> None:
         """Nothing to keep."""
