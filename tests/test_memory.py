@@ -1,7 +1,6 @@
 """The memory report: bytes counted by hand, models too large to exist, any state."""
 
 import json
-import time
 
 import jax
 from jax import numpy as jnp
@@ -58,11 +57,8 @@ def test_llama_2_7b_keeps_its_moments_in_2_09_bytes_a_parameter():
 def test_a_70b_model_costs_nothing_to_ask_about():
     params = llama_70b()
     before = {id(x) for x in jax.live_arrays()}
-    start = time.perf_counter()
     report = memory_report(params, coat_jax.fp8_adamw(3e-4))
     text = str(report)
-    seconds = time.perf_counter() - start
-    assert seconds < 2
     assert sum(x.nbytes for x in jax.live_arrays() if id(x) not in before) < 1024
     assert report.parameters > 68e9
     assert report["total"].before > 1000 * GIB
