@@ -42,7 +42,7 @@ $(VENV)/demo: $(VENV)/created
 # Holds the demo's packages too, so whoever has tested need not install again.
 $(VENV)/dev: $(VENV)/created
 	@echo 'installing what the tests need'
-	@$(PIP) -e '.[dev,experiments,notebooks]'
+	@$(PIP) -e '.[dev,experiments,notebooks,pretrained]'
 	@touch "$(VENV)/demo" "$@"
 
 demo: $(VENV)/demo

@@ -84,8 +84,10 @@ def cast(x: jax.Array, format: Format) -> jax.Array:
       [0.3125, 448.0, -448.0, nan]
     """
     x = x.astype(jnp.float32)
-    finite = jnp.where(jnp.isinf(x), jnp.nan, jnp.clip(x, -format.max, format.max))
-    return lax.optimization_barrier(finite.astype(format.dtype))
+    # 0 x is NaN for Inf and NaN. Selecting a constant NaN instead would give `lax.scan`
+    # an array of them, of x's shape and in float32, to make before the loop and keep.
+    clipped = jnp.clip(x, -format.max, format.max) + 0.0 * x
+    return lax.optimization_barrier(clipped.astype(format.dtype))
 
 
 def neighbours(x: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:

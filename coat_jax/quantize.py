@@ -67,10 +67,7 @@ def quantize(
     check_format("quantize", format)
     axis = check_group("quantize", x.shape, group, axis)
     if group is None:
-        # NaN counts as Inf: XLA:CPU drops NaN from the maximum of many elements.
-        size = jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
-        amax = jnp.max(size, initial=0.0, keepdims=True)
-        scale = _scale(amax, format)
+        scale = _scale(largest(x, tuple(range(x.ndim))), format)
         return Quantized(cast(x / scale, format), scale)
     if x.ndim == 0 or x.size == 0:
         return Quantized(*_edge(x, format, group, axis))
@@ -81,6 +78,22 @@ def quantize(
     scale_G = _scale(amax_G, format)
     codes_N = groups.merge(cast(x_BC / groups.spread(scale_G, blocks), format))
     return Quantized(jnp.moveaxis(codes_N, -1, axis), jnp.moveaxis(scale_G, -1, axis))
+
+
+def largest(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """max|x| over `axes` in float32; NaN where there is one among them.
+
+    The axes stay, with size 1. x is a float of 16 or 32 bits; 0 where there is nothing.
+    """
+    # Magnitudes are ordered as their bits, NaN above all. XLA:CPU drops NaN from the
+    # maximum of many floats. Selecting by isnan would give XLA a mask of x's shape to
+    # keep, where both a forward and its backward ask for the maximum of one x; and
+    # taking x in float32 a copy of it, for whoever else reads it so.
+    integer = {2: jnp.int16, 4: jnp.int32}[x.dtype.itemsize]
+    sign = jnp.asarray(jnp.iinfo(integer).max, integer)
+    bits = lax.bitcast_convert_type(x, integer) & sign
+    most = jnp.max(bits, axes, initial=0, keepdims=True)
+    return lax.bitcast_convert_type(most, x.dtype).astype(jnp.float32)
 
 
 def _scale(amax, format: Format):

@@ -29,6 +29,11 @@ FREE_TO_CHANGE = (
     "eval_every", "eval_batches", "log_seconds", "tensorboard", "progress",
     "mesh", "fsdp", "on_bad_file",
 )  # fmt: skip
+# Options that change the preset that --policy names.
+POLICY_KNOBS = (
+    "gradient_format", "gemm_scaling", "kept_group", "attention_keeps",
+    "forward_accumulation", "backward_accumulation",
+)  # fmt: skip
 OPTIMIZERS = Literal["fp8_adamw", "adamw", "lion", "adafactor", "muon", "sgd"]
 
 
@@ -37,7 +42,8 @@ class Config:
     """Trains a Llama decoder from scratch on real text.
 
     Without --data the text is the Python standard library's own sources, which every
-    machine that runs this has. Exit codes: 0 done, 75 stopped by SIGTERM and saved,
+    machine that runs this has; --data=debian fetches 108 MB of prose and manuals as
+    Debian packages. Exit codes: 0 done, 75 stopped by SIGTERM and saved,
     130 the same by Ctrl-C, 3 loss not finite, 4 checkpoint unusable, 5 bad data,
     6 wrong option.
     """
@@ -60,6 +66,25 @@ class Config:
     param_dtype: Literal["float32", "bfloat16"] = option("float32", "stores parameters")
     attention: Literal["xla", "cudnn"] = option("xla", "attention implementation")
     remat: bool = option(False, "recompute each block in the backward pass")
+    policy: Literal["bf16", "default", "paper"] = option(
+        "bf16", "FP8 of products and of what layers keep; bf16 has none of it"
+    )
+    gradient_format: Literal["e4m3", "e5m2"] | None = option(
+        None, "of gradients in products; this and the next five change --policy"
+    )
+    gemm_scaling: Literal["tensor", "group", "vector"] | None = option(
+        None, "scales of the operands of products"
+    )
+    kept_group: int | None = option(None, "elements a scale in what layers keep")
+    attention_keeps: Literal["bf16", "fp8"] | None = option(
+        None, "queries, keys and values until the backward"
+    )
+    forward_accumulation: Literal["fast", "promoted"] | None = option(
+        None, "of FP8 products in the forward pass"
+    )
+    backward_accumulation: Literal["fast", "promoted"] | None = option(
+        None, "of FP8 products in the backward pass"
+    )
 
     lr: float | None = option(None, "highest learning rate")
     warmup: float = option(0.05, "share of the steps in which the rate rises from 0")
@@ -81,7 +106,9 @@ class Config:
         "default", "of the second moment in fp8_adamw"
     )
 
-    data: str = option("stdlib", "folder of text files, or stdlib")
+    data: str = option(
+        "stdlib", "folder of text, stdlib, debian, or a file of experiments.prepare"
+    )
     stdlib_tests: bool = option(False, "also train on the standard library's tests")
     held_out: float = option(0.05, "share of the files that are never trained on")
     on_bad_file: Literal["fail", "skip"] = option("fail", "for a file that isn't text")
@@ -113,10 +140,12 @@ def _require(fine: bool, name: str, must: str, value) -> None:
 
 def _check(config: Config) -> None:
     """One sentence for each value that no run could have meant."""
+    names = ", ".join(PRESETS)
+    _require(config.preset in PRESETS, "preset", f"one of {names}", config.preset)
     for name in ("steps", "batch", "seq", "vocab", "hidden", "ffn", "layers"):
         value = getattr(config, name)
         _require(value is None or value >= 1, name, "at least 1", value)
-    for name in ("heads", "kv_heads", "group", "keep", "eval_batches"):
+    for name in ("heads", "kv_heads", "group", "kept_group", "keep", "eval_batches"):
         value = getattr(config, name)
         _require(value is None or value >= 1, name, "at least 1", value)
     for name in ("save_every", "eval_every", "seed", "clip", "weight_decay", "eps"):
@@ -132,6 +161,13 @@ def _check(config: Config) -> None:
         raise ValueError(
             f"--fused needs --optimizer=fp8_adamw, got {config.optimizer}; leave it out"
         )
+    knobs = [name for name in POLICY_KNOBS if getattr(config, name) is not None]
+    if knobs and config.policy == "bf16":
+        raise ValueError(
+            f"--{knobs[0]} changes an FP8 policy: add --policy=default or paper"
+        )
+    if config.attention == "cudnn" and config.dtype != "bfloat16":
+        raise ValueError("--attention=cudnn takes bfloat16 only: add --dtype=bfloat16")
     if config.fsdp and config.mesh != "data":
         raise ValueError("--fsdp splits over the mesh: add --mesh=data")
     if config.resume and config.overwrite:
@@ -142,16 +178,18 @@ def resolve(config: Config) -> Config:
     """The config with the preset's values where an option was left out."""
     preset = PRESETS[config.preset]
     missing = {k: v for k, v in preset.items() if getattr(config, k) is None}
-    name = f"results/{config.preset}-{config.optimizer}-{config.seed}"
+    policy = "" if config.policy == "bf16" else f"-{config.policy}"
+    name = f"results/{config.preset}-{config.optimizer}{policy}-{config.seed}"
     return dataclasses.replace(config, **missing, out=config.out or name)
 
 
 def differences(saved: dict, config: Config) -> list[str]:
     """What a resumed run may not change: 'lr was 0.01, now 0.02' for each."""
     now = dataclasses.asdict(config)
-    kept = [name for name in now if name not in FREE_TO_CHANGE]
+    # An option that is newer than the run: it ran with what is now the default.
+    saved = {f.name: f.default for f in dataclasses.fields(Config)} | saved
     return [
-        f"{name} was {saved.get(name)}, now {now[name]}"
-        for name in kept
-        if saved.get(name) != now[name]
+        f"{name} was {saved[name]}, now {now[name]}"
+        for name in now
+        if name not in FREE_TO_CHANGE and saved[name] != now[name]
     ]

@@ -6,6 +6,7 @@ import os
 import pathlib
 import sysconfig
 
+from experiments import debian
 from experiments.harness import ExitCode, UserError
 
 # Parts of a path that aren't the standard library's own code.
@@ -18,13 +19,28 @@ _SALT = "b"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Texts by relative path; sha256 covers every path and every byte of both parts."""
+    """Texts by relative path; sha256 covers every path and every byte of both parts.
+
+    packages: what the text was made from, by name; empty for files that were there.
+    """
 
     name: str
     train: dict[str, str]
     held: dict[str, str]
     sha256: str
     skipped: int
+    packages: dict[str, dict] = dataclasses.field(default_factory=dict)
+
+    def facts(self) -> dict:
+        """For results, checkpoints and token files."""
+        return {
+            "corpus": self.name,
+            "corpus_sha256": self.sha256,
+            "train_files": len(self.train),
+            "held_out_files": len(self.held),
+            "skipped_files": self.skipped,
+            "packages": self.packages,
+        }
 
 
 def is_held_out(path: str, share: float) -> bool:
@@ -101,8 +117,12 @@ def load(config) -> Corpus:
       UserError: no folder, no text in it, a file that isn't text, or no file on
         either side of the split; exit code 5.
     """
+    packages = {}
     if config.data == "stdlib":
         root, names = stdlib_files(tests=config.stdlib_tests)
+    elif config.data == "debian":
+        root, packages = debian.fetch(config.cache)
+        names = folder_files(str(root))[1]
     else:
         root, names = folder_files(config.data)
     texts = _read(root, names, config.on_bad_file)
@@ -129,4 +149,5 @@ def load(config) -> Corpus:
         held=held,
         sha256=_digest(texts),
         skipped=skipped,
+        packages=packages,
     )

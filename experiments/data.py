@@ -13,7 +13,7 @@ import tempfile
 
 import numpy as np
 
-from experiments import corpus
+from experiments import corpus, token_file
 from experiments.harness import ExitCode, UserError
 
 END = "<|end|>"  # between files
@@ -28,19 +28,16 @@ class Tokens:
     held: np.ndarray
     vocab: int
     tokenizer: str  # bpe, or bytes
+    end: int  # the id between two files
     sha256: str  # of the ids: equal ids in equal order, equal training
-    corpus: corpus.Corpus
+    origin: dict  # the corpus' facts: name, sha256, numbers of files, packages
 
     def facts(self) -> dict:
         """For results and checkpoints."""
         return {
-            "corpus": self.corpus.name,
-            "corpus_sha256": self.corpus.sha256,
+            **self.origin,
             "tokens_sha256": self.sha256,
             "tokenizer": self.tokenizer,
-            "train_files": len(self.corpus.train),
-            "held_out_files": len(self.corpus.held),
-            "skipped_files": self.corpus.skipped,
             "train_tokens": len(self.train),
             "held_out_tokens": len(self.held),
         }
@@ -155,31 +152,32 @@ def _cached_ids(folder: pathlib.Path, make) -> dict[str, np.ndarray]:
     note = folder / "ids.json"
     try:
         ids = {k: np.load(path, allow_pickle=False) for k, path in files.items()}
-        if json.loads(note.read_text())["sha256"] == _sha256(ids):
+        if json.loads(note.read_text())["sha256"] == sha256_of(ids):
             return ids
     except (OSError, ValueError, KeyError, EOFError):
         pass  # not there yet, or damaged: make it again
     ids = make()
     for part, array in ids.items():
         _write(files[part], lambda name, a=array: np.save(name, a))
-    text = json.dumps({"sha256": _sha256(ids)})
+    text = json.dumps({"sha256": sha256_of(ids)})
     _write(note, lambda name: pathlib.Path(name).write_text(text))
     return ids
 
 
-def _sha256(ids: dict[str, np.ndarray]) -> str:
+def sha256_of(ids: dict[str, np.ndarray]) -> str:
+    """Of the ids of both parts, as 32-bit little-endian integers."""
     total = hashlib.sha256()
     for part in sorted(ids):
         total.update(part.encode() + ids[part].astype("<i4").tobytes())
     return total.hexdigest()
 
 
-def prepare(config) -> Tokens:
-    """Tokens of the config's corpus (a resolved config: vocab, batch and seq are set).
+def encode_corpus(config) -> Tokens:
+    """Tokens of the config's corpus (a resolved config), from the cache if there.
 
     Raises:
-      UserError: what `corpus.load` refuses, or less text than one batch of either
-        part needs; exit code 5. A table smaller than the tokenizer's; exit code 6.
+      UserError: what `corpus.load` refuses, or a cache that can't be written; exit
+        code 5.
     """
     source = corpus.load(config)
     # Any option that changes the split or the vocabulary has its own folder.
@@ -199,29 +197,45 @@ def prepare(config) -> Tokens:
             f"--cache={config.cache} can't be written ({error}); free space or give "
             "another folder",
         ) from None
-    if tokenizer.vocab > config.vocab:
+    return Tokens(
+        **ids,
+        vocab=tokenizer.vocab,
+        tokenizer=tokenizer.name,
+        end=tokenizer.end(),
+        sha256=sha256_of(ids),
+        origin=source.facts(),
+    )
+
+
+def prepare(config) -> Tokens:
+    """Tokens of the config's --data (a resolved config: vocab, batch, seq are set).
+
+    Raises:
+      UserError: what `encode_corpus` or `token_file.read` refuses, or less text than
+        one batch of either part needs; exit code 5. A table smaller than the
+        tokenizer's; exit code 6.
+    """
+    if config.data.endswith(token_file.SUFFIX):
+        tokens = Tokens(**token_file.read(config.data))
+    else:
+        tokens = encode_corpus(config)
+    if tokens.vocab > config.vocab:
         raise UserError(
             ExitCode.CONFIG,
-            f"--vocab={config.vocab} is below the {tokenizer.vocab} tokens of the "
-            f"{tokenizer.name} tokenizer; raise it",
+            f"--vocab={config.vocab} is below the {tokens.vocab} tokens of the "
+            f"{tokens.tokenizer} tokenizer; raise it",
         )
     for part, need in (("train", config.batch), ("held", 1)):
-        have = (len(ids[part]) - 1) // config.seq
+        length = len(getattr(tokens, part))
+        have = max((length - 1) // config.seq, 0)
         if have < need:
             raise UserError(
                 ExitCode.DATA,
-                f"{config.data} has {len(ids[part])} tokens of {part} text, which is "
-                f"{max(have, 0)} sequences of {config.seq}, but {need} are needed; add "
-                "text or lower --batch or --seq",
+                f"{config.data} has {length} tokens of {part} text, which is {have} "
+                f"sequences of {config.seq}, but {need} are needed; add text or lower "
+                "--batch or --seq",
             )
-    return Tokens(
-        train=ids["train"],
-        held=ids["held"],
-        vocab=tokenizer.vocab,
-        tokenizer=tokenizer.name,
-        sha256=_sha256(ids),
-        corpus=source,
-    )
+    return tokens
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

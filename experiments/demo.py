@@ -1,9 +1,10 @@
-"""Question: does training change when Adam's moments take 2 bytes instead of 8?
+"""Question: what does COAT save, and does training change?
 
 Command:   python -m experiments.demo          (what `make demo` runs)
 Hardware:  two CPU cores, four minutes.
-Expected:  the loss falls from 7.7 to 3.7 on held-out text with either optimizer; the
-           optimizer's bytes fall to 0.26. experiments/README.md has the runs.
+Expected:  the loss falls from 7.7 to 4.0 on held-out text each time; the optimizer's
+           bytes fall to 0.26, and with FP8 activations the bytes that are kept between
+           forward and backward to 0.28. experiments/README.md has the runs.
 """
 
 import dataclasses
@@ -14,7 +15,33 @@ from experiments import config as options
 from experiments import harness, plot
 from experiments.harness import option
 
-PAIR = ("adamw", "fp8_adamw")
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One of the three trainings: its heading, its options, a sentence about it."""
+
+    heading: str
+    options: dict[str, str]
+    says: str
+
+
+ARMS = {
+    "adamw": Arm(
+        heading="optax.adamw",
+        options={"optimizer": "adamw"},
+        says="optax.adamw keeps two float32 moments, 8 bytes a parameter",
+    ),
+    "fp8_adamw": Arm(
+        heading="fp8_adamw",
+        options={"optimizer": "fp8_adamw"},
+        says="coat_jax.fp8_adamw keeps them in FP8, about 2 bytes a parameter",
+    ),
+    "coat": Arm(
+        heading="full COAT",
+        options={"optimizer": "fp8_adamw", "policy": "default"},
+        says="full COAT: the same, FP8 products, and FP8 of what the backward needs",
+    ),
+}
 _ROWS = (
     ("train loss (mean of the last 20 steps)", "train_loss", "{:.4f}"),
     ("held-out loss", "held_out_loss", "{:.4f}"),
@@ -24,65 +51,64 @@ _ROWS = (
         "optimizer_bytes_per_parameter",
         "{:.3f}",
     ),
+    ("bytes kept for the backward per token", "kept_per_token", "{:,.0f}"),
+    ("the same, predicted by the formula", "kept_predicted", "{:,.0f}"),
     ("step time (median, ms)", "step_ms", "{:.0f}"),
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Trains one small model twice, with optax.adamw and with coat_jax.fp8_adamw.
+    """Trains one small model three times: AdamW, the FP8 optimizer, full COAT.
 
-    Same seed, same weights at the start, same batches: what differs is the optimizer.
+    Same seed, same weights at the start, same batches each time.
     """
 
-    seed: int = option(0, "of the weights and of the data order, both times")
-    steps: int | None = option(None, "updates each; fewer are faster and learn less")
+    seed: int = option(0, "of the weights and of the data order, each time")
+    steps: int = option(1000, "updates each; fewer are faster and learn less")
     preset: str = option("tiny", "model size, as in experiments.pretrain")
     data: str = option("stdlib", "folder of text files, or stdlib")
-    out: str = option("results/demo", "folder of both runs and of the picture")
+    out: str = option("results/demo", "folder of the runs and of the picture")
     cache: str = option("results/cache", "folder for tokenizers and tokens")
-    results: str = option("results/demo.jsonl", "where both summaries are appended")
+    results: str = option("results/demo.jsonl", "where the summaries are appended")
 
 
-def _run_config(config: Config, optimizer: str) -> options.Config:
-    """The one config of both runs; only the optimizer's name differs."""
+def _run_config(config: Config, name: str) -> options.Config:
+    """The one config of all runs; only the arm's own options differ."""
     return options.resolve(
         options.Config(
             preset=config.preset,
-            optimizer=optimizer,
             seed=config.seed,
             steps=config.steps,
             data=config.data,
-            out=f"{config.out}/{optimizer}",
+            out=f"{config.out}/{name}",
             cache=config.cache,
             overwrite=True,
             save_every=0,
+            **ARMS[name].options,
         )
     )
 
 
-def _table(adamw: dict, fp8: dict):
+def _table(summaries: dict[str, dict]):
     from rich.table import Table
 
-    table = Table(title="the same training, twice")
-    for name in ("", "optax.adamw", "coat_jax.fp8_adamw", "ratio"):
-        table.add_column(name, justify="left" if not name else "right")
+    base = summaries["adamw"]
+    table = Table(title="the same training, three times (ratio to optax.adamw)")
+    table.add_column("")
+    for name in summaries:
+        table.add_column(ARMS[name].heading, justify="right")
     for title, key, form in _ROWS:
-        a, b = adamw[key], fp8[key]
-        table.add_row(title, form.format(a), form.format(b), f"{b / a:.4f}")
+        cells = [form.format(base[key])]
+        for name in list(summaries)[1:]:
+            value = summaries[name][key]
+            cells.append(f"{form.format(value)} ({value / base[key]:.4f})")
+        table.add_row(title, *cells)
     return table
 
 
-def _announce(run: options.Config, optimizer: str) -> None:
-    kept = {
-        "adamw": "optax.adamw keeps two float32 moments, 8 bytes a parameter",
-        "fp8_adamw": "coat_jax.fp8_adamw keeps them in FP8, about 2 bytes a parameter",
-    }
-    print(f"\n{kept[optimizer]}: {run.steps} steps of {run.batch} x {run.seq} tokens")
-
-
 def main(config: Config) -> None:
-    """Trains both, prints the table and the paths."""
+    """Trains all three, prints the table and the paths."""
     text = "the Python standard library's own sources and docstrings"
     print(
         f"Training a {config.preset} Llama decoder on "
@@ -91,28 +117,28 @@ def main(config: Config) -> None:
     )
     from rich.console import Console
 
-    from experiments import loop  # imports JAX, which --help needn't wait for
+    from experiments import activation_bytes, loop  # these import JAX
 
     summaries = {}
-    for optimizer in PAIR:
-        run = _run_config(config, optimizer)
-        _announce(run, optimizer)
-        summaries[optimizer] = loop.train(run)
-        harness.record(config.results, run, summaries[optimizer])
-    folders = [f"{config.out}/{optimizer}" for optimizer in PAIR]
+    for name, arm in ARMS.items():
+        run = _run_config(config, name)
+        print(f"\n{arm.says}: {run.steps} steps of {run.batch} x {run.seq} tokens")
+        summaries[name] = loop.train(run) | activation_bytes.of_config(run)
+        harness.record(config.results, run, summaries[name])
+    folders = [f"{config.out}/{name}" for name in ARMS]
     title = f"{config.preset} Llama, seed {config.seed}: same weights, same batches"
-    image = plot.compare(*folders, f"{config.out}/curves.png", title=title)
-    facts = summaries["fp8_adamw"]
+    image = plot.compare(folders, f"{config.out}/curves.png", title=title)
+    facts = summaries["coat"]
     print(
         f"\n{facts['parameters']:,} parameters, {facts['train_files']} files and "
         f"{facts['train_tokens']:,} tokens to train on, {facts['held_out_files']} "
         f"files held out. The loss was {facts['first_loss']:.2f} at the first step."
     )
-    Console(width=100).print(_table(*(summaries[name] for name in PAIR)))
+    Console(width=110).print(_table(summaries))
     print(
         "This is one seed. Seeds differ by about 0.02, the optimizers' means over\n"
         "three seeds by less (experiments/README.md, 'Equal bytes'). On a CPU the\n"
-        "FP8 step is slower: its arithmetic costs more than its bytes save.\n"
+        "FP8 steps are slower: their arithmetic costs more than its bytes save.\n"
     )
     print(f"curves:  {image}\nresults: {pathlib.Path(config.results)}")
 

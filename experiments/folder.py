@@ -50,7 +50,7 @@ def check(folder: pathlib.Path, config) -> None:
     try:
         saved = json.loads(started.read_text())
         changed = options.differences(saved, config)
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(
             ExitCode.CHECKPOINT,
             f"{started} can't be read ({error}); restore it or start again in "

@@ -81,7 +81,7 @@ def _one_of(values):
 
 def _options_of(kind) -> dict[str, typing.Any]:
     """What argparse needs to read one annotation: Literal, bool, int, float, str."""
-    if isinstance(kind, types.UnionType):
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
         kind = next(k for k in typing.get_args(kind) if k is not types.NoneType)
     if typing.get_origin(kind) is typing.Literal:
         values = typing.get_args(kind)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from coat_jax import training
 from coat_jax.models import llama
-from experiments import optimizers
+from experiments import optimizers, policies
 from experiments.config import Config
 from experiments.harness import ExitCode, UserError
 
@@ -75,10 +75,7 @@ def _first_params(config: Config, model, layers, mesh, key):
 def build(config: Config) -> Job:
     """The model, its optimizer and the compiled functions of a resolved config."""
     model, mesh, key = model_of(config), _mesh(config), jax.random.key(config.seed)
-    attend = lambda q, k, v: llama.causal_attention(
-        q, k, v, implementation=config.attention
-    )
-    layers = llama.Layers(attend=attend)
+    layers = policies.layers_of(config)
     tx = optimizers.make_optimizer(config)
     state = training.init_state(
         _first_params(config, model, layers, mesh, key), tx, jax.random.fold_in(key, 1)

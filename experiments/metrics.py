@@ -85,6 +85,12 @@ class TensorBoardLog:
         self._writer.close()
 
 
+def _name(config) -> str:
+    """What a line of progress calls the run."""
+    policy = "" if config.policy == "bf16" else f", {config.policy} policy,"
+    return config.optimizer + policy
+
+
 class Progress:
     """A bar with loss, tokens/s and ETA; without a terminal, a line now and then."""
 
@@ -107,7 +113,7 @@ class Progress:
         )
         bar = progress.Progress(*columns)
         self._task = bar.add_task(
-            config.optimizer, total=config.steps, completed=start, figures=""
+            _name(config), total=config.steps, completed=start, figures=""
         )
         bar.start()
         return bar
@@ -132,7 +138,7 @@ class Progress:
         left = (now - self._began) / max(done, 1) * (steps - row["step"])
         minutes, seconds = divmod(int(left), 60)
         eta = f"{minutes}:{seconds:02d}" if done else "in a few steps"
-        name = self._config.optimizer
+        name = _name(self._config)
         print(f"{name} step {row['step']}/{steps}  {figures}  ETA {eta}", flush=True)
 
     def sync(self) -> None:

@@ -1,12 +1,13 @@
-"""Question: do two runs on the same data follow the same curve?
+"""Question: do runs on the same data follow the same curve?
 
-Command:   python -m experiments.plot --first=results/demo/adamw \
-               --second=results/demo/fp8_adamw --image=results/demo/curves.png
+Command:   python -m experiments.plot --runs=results/demo/adamw,results/demo/coat \
+               --image=results/demo/curves.png
 Hardware:  any; a second.
-Expected:  two curves on top of each other; below, a difference far smaller than that of
-           single batches, which drifts with the runs: two seeds differ by 0.02.
+Expected:  curves on top of each other; below, differences far smaller than those of
+           single batches, which drift with the runs: two seeds differ by 0.02.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import pathlib
 import sys
@@ -16,15 +17,24 @@ import numpy as np
 from experiments import harness, metrics
 from experiments.harness import ExitCode, UserError, option
 
-_COLOURS = ("#0072b2", "#d55e00", "#404040")  # told apart by colour-blind readers too
+_COLOURS = ("#0072b2", "#d55e00", "#009e73")  # told apart by colour-blind readers too
+# Each later one thinner and with smaller marks, so that all of them show.
+_LINES = (
+    {"linewidth": 3.0, "alpha": 0.5},
+    {"linewidth": 1.2, "linestyle": "--"},
+    {"linewidth": 1.2, "linestyle": ":"},
+)
+_MARKS = ({"markersize": 9, "fillstyle": "none"}, {"markersize": 5}, {"markersize": 2})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Plots the losses of two runs and, below, the second minus the first."""
+    """Plots the losses of runs and, below, those of all but the first minus its own."""
 
-    first: str = option("results/demo/adamw", "folder of a run")
-    second: str = option("results/demo/fp8_adamw", "folder of another run")
+    runs: str = option(
+        "results/demo/adamw,results/demo/fp8_adamw,results/demo/coat",
+        "folders of two or three runs, with commas between them",
+    )
     image: str = option("results/demo/curves.png", "the picture to write")
 
 
@@ -55,11 +65,8 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def _draw_losses(axis, runs: dict, width: int) -> None:
-    # The second over the first: thin and dashed, and smaller marks, so that both show.
-    looks = ({"linewidth": 3.0, "alpha": 0.5}, {"linewidth": 1.2, "linestyle": "--"})
-    marks = ({"markersize": 8, "fillstyle": "none"}, {"markersize": 3})
     for (name, run), colour, look, mark in zip(
-        runs.items(), _COLOURS, looks, marks, strict=False
+        runs.items(), _COLOURS, _LINES, _MARKS, strict=False
     ):
         axis.plot(run["step"], run["loss"], color=colour, alpha=0.12, linewidth=0.6)
         label = f"{name}, training (mean of {width} steps; faint: each)"
@@ -73,39 +80,41 @@ def _draw_losses(axis, runs: dict, width: int) -> None:
     axis.legend(frameon=False)
 
 
-def _draw_difference(axis, runs: dict, width: int) -> None:
-    (first, one), (second, two) = runs.items()
-    count = min(len(one["step"]), len(two["step"]))
-    difference = two["loss"][:count] - one["loss"][:count]
-    steps = one["step"][:count]
+def _draw_differences(axis, runs: dict, width: int) -> None:
+    (first, base), *others = runs.items()
     axis.axhline(0.0, color="#999999", linewidth=0.8)
-    axis.plot(steps, difference, color=_COLOURS[2], alpha=0.25, linewidth=0.8)
-    label = f"mean of {width} steps"
-    axis.plot(steps, smooth(difference, width), color=_COLOURS[2], label=label)
-    axis.set_ylabel(f"{second}\n- {first} (nats)")
+    for (name, run), colour in zip(others, _COLOURS[1:], strict=False):
+        count = min(len(base["step"]), len(run["step"]))
+        difference = run["loss"][:count] - base["loss"][:count]
+        steps = base["step"][:count]
+        axis.plot(steps, difference, color=colour, alpha=0.25, linewidth=0.8)
+        label = f"{name}, mean of {width} steps"
+        axis.plot(steps, smooth(difference, width), color=colour, label=label)
+    axis.set_ylabel(f"loss - {first}'s (nats)")
     axis.set_xlabel("step")
     axis.legend(frameon=False)
 
 
-def compare(first: str, second: str, image: str, *, title: str) -> pathlib.Path:
+def compare(folders: Sequence[str], image: str, *, title: str) -> pathlib.Path:
     """Writes the picture and returns its path; the runs are named by their folders."""
     import matplotlib
 
     matplotlib.use("agg")  # no window, no display needed
     from matplotlib import pyplot
 
-    runs = {pathlib.Path(folder).name: _curves(folder) for folder in (first, second)}
-    if len(runs) < 2:
+    runs = {pathlib.Path(folder).name: _curves(folder) for folder in folders}
+    if len(runs) < len(folders) or not 2 <= len(runs) <= len(_COLOURS):
         raise UserError(
             ExitCode.CONFIG,
-            f"the two runs must be in folders of different names, got {first} twice",
+            f"two or {len(_COLOURS)} runs, in folders of different names, make a "
+            f"picture; got {', '.join(folders)}",
         )
     width = len(next(iter(runs.values()))["step"]) // 40 * 2 + 1
     figure, (top, bottom) = pyplot.subplots(
         2, 1, sharex=True, figsize=(8, 7), height_ratios=[3, 1.4], layout="constrained"
     )
     _draw_losses(top, runs, width)
-    _draw_difference(bottom, runs, width)
+    _draw_differences(bottom, runs, width)
     top.set_title(title)
     path = pathlib.Path(image)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,9 +125,9 @@ def compare(first: str, second: str, image: str, *, title: str) -> pathlib.Path:
 
 def main(config: Config) -> None:
     """Draws and says where."""
-    names = (pathlib.Path(folder).name for folder in (config.first, config.second))
-    title = " and ".join(names)
-    print(compare(config.first, config.second, config.image, title=title))
+    folders = config.runs.split(",")
+    title = ", ".join(pathlib.Path(folder).name for folder in folders)
+    print(compare(folders, config.image, title=title))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments import config as options
-from experiments import corpus, data
+from experiments import corpus, data, harness, prepare, token_file
 from experiments.harness import ExitCode, UserError
 
 CONFIG = options.resolve(options.Config(preset="micro", held_out=0.25))
@@ -122,7 +122,7 @@ def test_the_cache_is_used_and_a_damaged_one_is_made_again(config, monkeypatch):
 def test_another_split_of_the_same_text_is_not_taken_from_the_cache(config):
     first = data.prepare(config)
     other = data.prepare(dataclasses.replace(config, held_out=0.5))
-    assert other.corpus.sha256 == first.corpus.sha256
+    assert other.origin["corpus_sha256"] == first.origin["corpus_sha256"]
     assert len(other.held) > len(first.held)
     assert other.sha256 != first.sha256
 
@@ -248,3 +248,91 @@ def test_an_unwritable_cache_is_refused(config, folder):
     assert "can't be written" in str(
         refusal(dataclasses.replace(config, cache=str(inside)))
     )
+
+
+# --- token files ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def written(folder, tmp_path_factory):
+    """A token file of the folder, and the tokens that it was written from."""
+    root = tmp_path_factory.mktemp("file")
+    path = str(root / "tokens.npz")
+    cache = {"cache": str(root / "cache"), "held_out": 0.25}
+    config = prepare.Config(data=str(folder), vocab=512, out=path, **cache)
+    prepare.main(config)
+    config = dataclasses.replace(CONFIG, data=str(folder), cache=cache["cache"])
+    return path, data.prepare(config)
+
+
+def test_a_token_file_stands_for_its_corpus(config, written, monkeypatch):
+    path, tokens = written
+    monkeypatch.setattr(corpus, "load", lambda config: pytest.fail("read the text"))
+    again = data.prepare(dataclasses.replace(config, data=path))
+    for part in ("train", "held"):
+        np.testing.assert_array_equal(getattr(again, part), getattr(tokens, part))
+        assert getattr(again, part).dtype == np.int32
+    assert again.facts() == tokens.facts()
+    assert (again.vocab, again.end) == (tokens.vocab, tokens.end)
+    with pytest.raises(UserError, match="--vocab=300 is below"):
+        data.prepare(dataclasses.replace(config, data=path, vocab=300))
+
+
+def test_a_damaged_or_foreign_token_file_is_one_line(config, written, tmp_path):
+    whole = pathlib.Path(written[0]).read_bytes()
+    contents = {"short": whole[:1000], "text": b"no zip at all"}
+    for name, content in contents.items():
+        (tmp_path / f"{name}.npz").write_bytes(content)
+    np.savez(tmp_path / "foreign.npz", train=np.arange(3))
+    for name in ("short", "text", "foreign", "missing"):
+        path = str(tmp_path / f"{name}.npz")
+        error = refusal(dataclasses.replace(config, data=path))
+        assert error.code == ExitCode.DATA
+        assert "can't be read as a token file" in str(error)
+
+
+def test_one_changed_id_is_noticed(config, written, tmp_path):
+    with np.load(written[0]) as file:
+        arrays = dict(file)
+    arrays["train"][7] ^= 1
+    np.savez(tmp_path / "changed.npz", **arrays)
+    changed = dataclasses.replace(config, data=str(tmp_path / "changed.npz"))
+    assert "its sha256 is another" in str(refusal(changed))
+
+
+def test_a_token_file_holds_16_bits_and_says_so(written, tmp_path):
+    wide = dataclasses.replace(written[1], vocab=2**16 + 1)
+    with pytest.raises(UserError, match="a vocabulary of 65537; change --out or"):
+        token_file.write(tmp_path / "x.npz", wide)
+    with pytest.raises(UserError, match="named .*npz"):
+        token_file.write(tmp_path / "x.bin", written[1])
+
+
+def test_a_shortened_set_is_of_whole_files_out_of_all(written):
+    _, tokens = written
+    files = np.split(tokens.train, np.flatnonzero(tokens.train == tokens.end) + 1)
+    short = prepare.shortened(tokens.train, tokens.end, len(tokens.train) // 2)
+    assert len(short) == len(tokens.train) // 2
+    *drawn, _cut = np.split(short, np.flatnonzero(short == tokens.end) + 1)
+    bodies = [file.tobytes() for file in files]
+    places = [bodies.index(file.tobytes()) for file in drawn]
+    assert len(set(places)) == len(places) > 1
+    assert places != list(range(len(places)))  # no prefix
+    np.testing.assert_array_equal(
+        np.sort(prepare.shortened(tokens.train, tokens.end, 10**9)),
+        np.sort(tokens.train),
+    )
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--vocab=70000", "--vocab must be from 257 to 65536, got 70000"),
+        ("--held_out=0", "--held_out must be between 0 and 1, got 0.0"),
+        ("--train_tokens=0", "--train_tokens must be at least 1, got 0"),
+    ],
+)
+def test_prepare_refuses_wrong_options(argument, words, capsys):
+    code = harness.run_main(prepare.main, prepare.Config, [argument])
+    assert code == ExitCode.CONFIG
+    assert words in capsys.readouterr().err

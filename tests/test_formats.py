@@ -216,7 +216,7 @@ def _definition(text, name):
 def test_the_program_for_the_h200_clips_before_it_converts(
     h200_compile, format, consumer
 ):
-    """The same policy there: convert(select(|x| == Inf, NaN, clamp(-max, x, max))).
+    """The same policy there: convert(clamp(-max, x, max) + 0 x).
 
     And B40: the 8-bit array is written to memory, though all that follows is wider.
     """
@@ -225,11 +225,13 @@ def test_the_program_for_the_h200_clips_before_it_converts(
     dtype = HLO_NAME[format.name]
     (convert,) = re.findall(rf"%([\w.-]+) = {dtype}\S* convert\(", text)
     _, _, (operand,) = _definition(text, convert)
-    operation, _, (is_inf, nan, clipped) = _definition(text, operand)
-    assert operation == "select"
-    assert _definition(text, is_inf)[0] == "compare"
+    operation, _, (clipped, product) = _definition(text, operand)
+    assert operation == "add"
     constant = lambda name: _definition(text, _definition(text, name)[2][0])[1]
-    assert "constant(nan)" in constant(nan)
+    operation, _, factors = _definition(text, product)
+    assert operation == "multiply"
+    (zero,) = (f for f in factors if _definition(text, f)[0] == "broadcast")
+    assert "constant(0)" in constant(zero)
     operation, _, (low, _, high) = _definition(text, clipped)
     assert operation == "clamp"
     assert f"constant({-format.max:g})" in constant(low)

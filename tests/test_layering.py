@@ -18,12 +18,15 @@ LAYERS = [
     {
         "optimizer",
         "decay",
-        "linear",
-        "norms",
-        "activations",
-        "attention",
         "rank_control",
+        "policy",
+        "rope",
     },
+    {"residuals", "matmul"},
+    {"linear"},
+    {"recompute", "einsum"},
+    {"norms", "activations", "attention"},
+    {"fused", "convolution"},
     {"fp8_state", "sharding", "interop"},
     {"nn", "linen"},
     {"models"},
@@ -31,7 +34,7 @@ LAYERS = [
     {"memory", "checkpoint", "training"},
 ]
 DEPTH = {name: depth for depth, names in enumerate(LAYERS) for name in names}
-PACKAGES = {"kernels", "models"}  # their files may import one another
+PACKAGES = {"kernels", "linen", "models", "nn"}  # their files may import one another
 # Which of the project's folders each may import, besides itself.
 FOLDERS = {
     "coat_jax": set(),

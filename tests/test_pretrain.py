@@ -1,4 +1,4 @@
-"""The main job: resume, signals, exit codes, one-line errors, metrics and the demo.
+"""The main job: resume, signals, exit codes, one-line errors, metrics.
 
 Runs are of a model with a fifth of the micro preset's work: 20 steps, a second each
 besides compiling.
@@ -21,9 +21,7 @@ import pytest
 from coat_jax.models import llama
 from experiments import config as options
 from experiments import (
-    corpus,
     data,
-    demo,
     folder,
     harness,
     job,
@@ -208,6 +206,14 @@ def test_resuming_with_another_config_names_what_changed(config, change, words):
     assert words in str(error)
 
 
+def test_a_run_from_before_an_option_was_there_had_its_default(config):
+    saved = dataclasses.asdict(config)
+    del saved["policy"]
+    assert options.differences(saved, config) == []
+    other = dataclasses.replace(config, policy="default")
+    assert options.differences(saved, other) == ["policy was bf16, now default"]
+
+
 def test_what_only_watches_a_run_may_change_on_resume(config):
     saved = dataclasses.asdict(config)
     other = dataclasses.replace(
@@ -216,10 +222,11 @@ def test_what_only_watches_a_run_may_change_on_resume(config):
     assert options.differences(saved, other) == []
 
 
-def test_a_damaged_config_file_is_one_line(config):
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_damaged_config_file_is_one_line(config, content):
     out = pathlib.Path(config.out)
     out.mkdir()
-    (out / "config.json").write_text("{")
+    (out / "config.json").write_text(content)
     error = stopped(dataclasses.replace(config, resume=True))
     assert error.code == ExitCode.CHECKPOINT
     assert "config.json can't be read" in str(error)
@@ -292,6 +299,7 @@ def refused(*argv, capsys) -> str:
         ("--expand=maybe", "--expand: must be true or false, got 'maybe'"),
         ("--optimizer=adagrad", "must be one of fp8_adamw, adamw, lion"),
         ("--preset=huge", "must be one of micro, tiny, small"),
+        ("--kept_group=16", "--kept_group changes an FP8 policy: add --policy="),
         ("--held_out=1", "--held_out must be between 0 and 1, got 1.0"),
         ("--fsdp", "--fsdp splits over the mesh: add --mesh=data"),
     ],
@@ -420,39 +428,3 @@ def test_smoothing_is_the_mean_of_the_values_around():
     values = np.arange(7.0) ** 2
     want = [values[max(i - 1, 0) : i + 2].mean() for i in range(7)]
     np.testing.assert_allclose(plot.smooth(values, 3), want, rtol=1e-12)
-
-
-def test_the_demo_ends_with_a_table_a_picture_and_results(text, tmp_path, capsys):
-    # At the demo's 5 % of a dozen files none would be held out: two more are written,
-    # under names that are.
-    folder = tmp_path / "text"
-    shutil.copytree(text[0], folder)
-    names = (f"more{i}.py" for i in range(1000))
-    held = [name for name in names if corpus.is_held_out(name, 0.05)][:2]
-    for name, source in zip(held, sorted(text[0].rglob("*.py"))[-2:], strict=True):
-        shutil.copy(source, folder / name)
-    out, results = tmp_path / "demo", tmp_path / "demo.jsonl"
-    config = demo.Config(
-        preset="micro",
-        steps=6,
-        data=str(folder),
-        cache=str(tmp_path / "cache"),
-        out=str(out),
-        results=str(results),
-    )
-    assert harness.run_main(demo.main, demo.Config, flags(config)) == 0
-    printed = capsys.readouterr().out
-    rows = [json.loads(line) for line in results.read_text().splitlines()]
-    assert [row["config"]["optimizer"] for row in rows] == ["adamw", "fp8_adamw"]
-    first = [metrics.read_rows(out / name / "metrics.csv")[0] for name in demo.PAIR]
-    assert first[0]["loss"] == first[1]["loss"]  # same weights, same batch
-    ratio = rows[1]["optimizer_bytes"] / rows[0]["optimizer_bytes"]
-    assert ratio < 0.3
-    for shown in (
-        f"{ratio:.4f}",
-        str(results),
-        str(out / "curves.png"),
-        "held-out loss",
-    ):
-        assert shown in printed
-    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -12,6 +12,12 @@ from tests.test_layering import imported
 ROOT = pathlib.Path(__file__).parent.parent
 DOOR = "coat_jax/formats.py"
 CORE = {"coat_jax", "flax", "jax", "ml_dtypes", "numpy", "optax", "orbax"}
+# Packages that one file looks for, and does without or names with its extra.
+OPTIONAL = {
+    "typing.py": {"import jaxtyping"},
+    "safetensors_file.py": {"import safetensors"},
+    "gguf_file.py": {"import gguf"},
+}
 UNSAFE = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
 MOST_LINES = 500
 
@@ -90,9 +96,7 @@ def test_no_file_leaves_the_house_style(path):
 @pytest.mark.parametrize("path", LIBRARY)
 def test_the_library_imports_only_its_dependencies_and_never_asserts(path):
     wrong = unlike_a_library(path.read_text())
-    # The one place that looks for jaxtyping, and does without it.
-    allowed = {"import jaxtyping"} if path.name == "typing.py" else set()
-    assert set(wrong) <= allowed
+    assert set(wrong) <= OPTIONAL.get(path.name, set())
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,10 @@ import jax
 from jax import numpy as jnp
 import optax
 
+from coat_jax import nn
+from coat_jax.attention import Implementation
+from coat_jax.policy import DEFAULT, Policy
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
@@ -109,73 +113,93 @@ class AttentionBlock(nnx.Module):
     """norm, q k v projections, RoPE, causal attention, output projection: (B, T, H)."""
 
     def __init__(self, config: LlamaConfig, layers: "Layers", *, rngs: nnx.Rngs):
-        self.config, self.attend = config, layers.attend
-        linear = functools.partial(_linear, config, layers, rngs)
+        self.config, self.layers = config, layers
+        linear = functools.partial(_linear, config, layers.linear, rngs)
         width_ND = config.heads * config.head_size
         width_KD = config.kv_heads * config.head_size
-        self.norm = _norm(config, layers, rngs)
+        self.norm = _norm(config, layers.norm, rngs)
         self.q = linear(config.hidden, width_ND)
         self.k = linear(config.hidden, width_KD)
         self.v = linear(config.hidden, width_KD)
         self.out = linear(width_ND, config.hidden, depth=config.layers)
 
     def __call__(self, x_BTH):
-        """What is added to the residual stream."""
-        B, T, _ = x_BTH.shape
-        D, base = self.config.head_size, self.config.rope_base
-        h_BTH = self.norm(x_BTH)
-        q_BTND = rope(self.q(h_BTH).reshape(B, T, -1, D), base=base)
-        k_BTKD = rope(self.k(h_BTH).reshape(B, T, -1, D), base=base)
-        v_BTKD = self.v(h_BTH).reshape(B, T, -1, D)
-        o_BTND = self.attend(q_BTND, k_BTKD, v_BTKD)
-        return self.out(o_BTND.reshape(B, T, -1))
+        """The residual stream after attention."""
+        heads = (*x_BTH.shape[:2], -1, self.config.head_size)
+        q, k, v = nn.norm_linear(self.norm, [self.q, self.k, self.v], x_BTH)
+        turn = functools.partial(rope, base=self.config.rope_base)
+        return nn.attention_linear(
+            self.out,
+            turn(q.reshape(heads)),
+            turn(k.reshape(heads)),
+            v.reshape(heads),
+            x_BTH,
+            is_causal=True,
+            implementation=self.layers.implementation,
+        )
 
 
 class MlpBlock(nnx.Module):
     """norm, then down(silu(gate(x)) * up(x)): (B, T, H)."""
 
     def __init__(self, config: LlamaConfig, layers: "Layers", *, rngs: nnx.Rngs):
-        linear = functools.partial(_linear, config, layers, rngs)
-        self.norm = _norm(config, layers, rngs)
+        linear = functools.partial(_linear, config, layers.linear, rngs)
+        self.norm = _norm(config, layers.norm, rngs)
         self.gate = linear(config.hidden, config.ffn)
         self.up = linear(config.hidden, config.ffn)
         self.down = linear(config.ffn, config.hidden, depth=config.layers)
 
     def __call__(self, x_BTH):
-        """What is added to the residual stream."""
-        h_BTH = self.norm(x_BTH)
-        return self.down(jax.nn.silu(self.gate(h_BTH)) * self.up(h_BTH))
-
-
-def causal_attention(q_BTND, k_BTKD, v_BTKD, *, implementation=None):
-    """softmax(q k^T / sqrt(D), causal) v; K divides N. implementation: xla, cudnn."""
-    return jax.nn.dot_product_attention(
-        q_BTND, k_BTKD, v_BTKD, is_causal=True, implementation=implementation
-    )
+        """The residual stream after the MLP."""
+        gate_BTF, up_BTF = nn.norm_linear(self.norm, [self.gate, self.up], x_BTH)
+        return nn.act_linear("silu", self.down, gate_BTF, up_BTF, residual=x_BTH)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layers:
     """What the decoder is made of; each field takes the default's arguments.
 
-    linear, norm and embed are NNX classes, attend a function of q, k and v, and
-    attention and mlp the two sub-blocks with their norms (the unit at which
-    activations are compressed).
+    linear, norm and embed are NNX classes, head and final_norm those of the last norm
+    and of the logits. attention and mlp are the two sub-blocks, norm and residual
+    included. implementation is that of `coat_jax.attention.dot_product_attention`.
     """
 
     linear: Callable[..., Any] = nnx.Linear
     norm: Callable[..., Any] = nnx.RMSNorm
     embed: Callable[..., Any] = nnx.Embed
-    attend: Callable[..., Any] = causal_attention
+    head: Callable[..., Any] = nnx.Linear
+    final_norm: Callable[..., Any] = nnx.RMSNorm
     attention: Callable[..., Any] = AttentionBlock
     mlp: Callable[..., Any] = MlpBlock
+    implementation: Implementation | None = None
 
 
-def _linear(config, layers, rngs, fan_in, fan_out, *, depth=0):
+def fp8_layers(
+    policy: Policy = DEFAULT, *, implementation: Implementation | None = None
+) -> Layers:
+    """The layers of a decoder whose blocks follow `policy`.
+
+    The embedding, the last norm and the logits stay as they are, as in COAT. Under the
+    BF16 policy the model is that of `Layers()`, bit for bit.
+
+    Example:
+      >>> layers = fp8_layers()
+      >>> params = init_params(PRESETS["micro"], jax.random.key(0), layers=layers)
+      >>> params["blocks"]["mlp"]["gate"]["kernel"].shape
+      (2, 64, 128)
+    """
+    return Layers(
+        linear=functools.partial(nn.Linear, policy=policy),
+        norm=functools.partial(nn.RMSNorm, policy=policy),
+        implementation=implementation,
+    )
+
+
+def _linear(config, linear, rngs, fan_in, fan_out, *, depth=0):
     # Outputs of unit variance; what 2 * depth blocks add to the residual stream is
     # scaled so that the sum has unit variance too.
     std = fan_in**-0.5 * (2 * depth) ** -0.5 if depth else fan_in**-0.5
-    return layers.linear(
+    return linear(
         fan_in,
         fan_out,
         use_bias=False,
@@ -186,8 +210,8 @@ def _linear(config, layers, rngs, fan_in, fan_out, *, depth=0):
     )
 
 
-def _norm(config, layers, rngs):
-    return layers.norm(
+def _norm(config, norm, rngs):
+    return norm(
         config.hidden,
         epsilon=config.norm_eps,
         dtype=config.dtype,
@@ -205,8 +229,7 @@ class DecoderBlock(nnx.Module):
 
     def __call__(self, x_BTH):
         """(B, T, H) to (B, T, H)."""
-        x_BTH = x_BTH + self.attention(x_BTH)
-        return x_BTH + self.mlp(x_BTH)
+        return self.mlp(self.attention(x_BTH))
 
 
 class Llama(nnx.Module):
@@ -232,9 +255,9 @@ class Llama(nnx.Module):
         )
         make = lambda key: DecoderBlock(config, layers, rngs=nnx.Rngs(key))
         self.blocks = nnx.vmap(make)(jax.random.split(rngs.params(), config.layers))
-        self.norm = _norm(config, layers, rngs)
+        self.norm = _norm(config, layers.final_norm, rngs)
         if not config.tied:
-            self.head = layers.linear(
+            self.head = layers.head(
                 config.hidden,
                 config.vocab,
                 use_bias=False,

@@ -1,0 +1,130 @@
+"""RMSNorm and LayerNorm over the last axis that keep their input in FP8."""
+
+import functools
+from typing import Literal
+
+from jax import lax
+from jax import numpy as jnp
+
+from coat_jax import recompute
+from coat_jax.policy import DEFAULT, Policy
+from coat_jax.typing import Array, Float
+
+Norm = Literal["rms", "layer"]
+
+
+def rms_norm(
+    x: Float[Array, "..."],
+    scale: Float[Array, " features"] | None = None,
+    *,
+    epsilon: float = 1e-6,
+    policy: Policy = DEFAULT,
+) -> Float[Array, "..."]:
+    """x / sqrt(mean(x^2) + epsilon) * scale over the last axis, as `nnx.RMSNorm`.
+
+    The forward is computed from x in float32 (from the stored x where
+    `policy.kept.in_forward`). The backward is the gradient at the stored x,
+    |stored - x| <= max(u |x|, a s), with u and a the format's unit roundoff and half
+    subnormal step, and s the scale of x's group.
+
+    Args:
+      x: (..., features), bfloat16, float16 or float32; its codes are all that is kept.
+      scale: (features,), or None for 1.
+      epsilon: added to the mean square.
+      policy: `kept` says how x is kept.
+
+    Returns:
+      An array like x.
+
+    Raises:
+      ValueError: if scale isn't (features,).
+
+    Source: Zhang and Sennrich (arXiv 1910.07467), equation 4.
+
+    Example:
+      >>> rms_norm(jnp.array([3.0, 4.0]), epsilon=0.0).round(4).tolist()
+      [0.8485, 1.1314]
+    """
+    return _normalise("rms", x, scale, None, epsilon, policy)
+
+
+def layer_norm(
+    x: Float[Array, "..."],
+    scale: Float[Array, " features"] | None = None,
+    bias: Float[Array, " features"] | None = None,
+    *,
+    epsilon: float = 1e-6,
+    policy: Policy = DEFAULT,
+) -> Float[Array, "..."]:
+    """(x - mean) / sqrt(var + epsilon) * scale + bias over the last axis.
+
+    As `rms_norm` in what is kept and how it is differentiated. The variance is
+    mean(x^2) - mean(x)^2, at least zero, as in `nnx.LayerNorm`.
+
+    Args:
+      x: (..., features), bfloat16, float16 or float32; its codes are all that is kept.
+      scale: (features,), or None for 1.
+      bias: (features,), or None for 0. OLMo's norm has neither.
+      epsilon: added to the variance.
+      policy: `kept` says how x is kept.
+
+    Returns:
+      An array like x.
+
+    Raises:
+      ValueError: if scale or bias isn't (features,).
+
+    Source: Ba, Kiros and Hinton (arXiv 1607.06450), equation 3.
+
+    Example:
+      >>> layer_norm(jnp.array([1.0, 3.0]), epsilon=0.0).tolist()
+      [-1.0, 1.0]
+    """
+    return _normalise("layer", x, scale, bias, epsilon, policy)
+
+
+def _normalise(norm: Norm, x, scale, bias, epsilon, policy: Policy):
+    check_norm(f"{norm}_norm", x, scale, bias)
+    plain = functools.partial(normalise, norm=norm, epsilon=epsilon)
+    if policy.plain or policy.kept.format is None:
+        # Flax brings parameters to the compute dtype first.
+        params = [p if p is None else p.astype(x.dtype) for p in (scale, bias)]
+        return plain(params, x).astype(x.dtype)
+    (y,) = recompute.recompute(plain, [scale, bias], [x], policy=policy)
+    return y.astype(x.dtype)
+
+
+def normalise(params, x, *, norm: Norm, epsilon: float):
+    """The norm itself, in at least float32; params are scale and bias, or None each.
+
+    The order of operations is Flax's, so that plain results are its bits.
+    """
+    scale, bias = params
+    dtype = x.dtype if x.dtype.itemsize > 4 else jnp.float32
+    # Two casts, as Flax has: a narrow x then gets the sum of two rounded gradients.
+    wide, y = x.astype(dtype), x.astype(dtype)
+    square = jnp.mean(lax.square(wide), axis=-1, keepdims=True)
+    if norm == "layer":
+        mean = jnp.mean(wide, axis=-1, keepdims=True)
+        square = jnp.maximum(0.0, square - lax.square(mean))
+        y = y - mean
+    factor = lax.rsqrt(square + epsilon)
+    if scale is not None:
+        factor = factor * _rows(scale, y)
+    y = y * factor
+    return y if bias is None else y + _rows(bias, y)
+
+
+def _rows(param, x):
+    """A parameter of the last axis, ready to meet x."""
+    return param.astype(x.dtype).reshape((1,) * (x.ndim - 1) + param.shape)
+
+
+def check_norm(who: str, x, scale, bias) -> None:
+    """Raises unless scale and bias have one element for each of x's last axis."""
+    for name, param in (("scale", scale), ("bias", bias)):
+        if param is not None and param.shape != x.shape[-1:]:
+            raise ValueError(
+                f"{who}: {name} must have one element for each of x's last axis, got "
+                f"{param.shape} for x of shape {x.shape}"
+            )
