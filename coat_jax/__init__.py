@@ -1,6 +1,9 @@
-"""FP8 training for JAX: optimizer states kept in 8 bits."""
+"""FP8 training for JAX: optimizer states, activations and matrix products in 8 bits."""
 
 from coat_jax import checkpoint as checkpoint
+from coat_jax import linen as linen
+from coat_jax import nn as nn
+from coat_jax import policy as policy
 from coat_jax import telemetry as telemetry
 from coat_jax.decay import decay_mask as decay_mask
 from coat_jax.expand import Expanded as Expanded
@@ -13,14 +16,22 @@ from coat_jax.fp8_state import Fp8State as Fp8State
 from coat_jax.fp8_state import fp8_state as fp8_state
 from coat_jax.interop import from_optax_adam as from_optax_adam
 from coat_jax.interop import to_optax_adam as to_optax_adam
+from coat_jax.linear import fp8_dot as fp8_dot
+from coat_jax.linear import fp8_dot_general as fp8_dot_general
 from coat_jax.memory import memory_report as memory_report
 from coat_jax.moments import Storage as Storage
+from coat_jax.nn import convert as convert
 from coat_jax.optimizer import ScaleByFp8AdamState as ScaleByFp8AdamState
 from coat_jax.optimizer import apply_fused as apply_fused
 from coat_jax.optimizer import fp8_adam as fp8_adam
 from coat_jax.optimizer import fp8_adamw as fp8_adamw
 from coat_jax.optimizer import scale_by_fp8_adam as scale_by_fp8_adam
+from coat_jax.policy import Kept as Kept
+from coat_jax.policy import Operand as Operand
+from coat_jax.policy import Policy as Policy
+from coat_jax.policy import reference_mode as reference_mode
 from coat_jax.quantize import Quantized as Quantized
 from coat_jax.quantize import dequantize as dequantize
 from coat_jax.quantize import quantize as quantize
+from coat_jax.residuals import save_fp8 as save_fp8
 from coat_jax.sharding import state_shardings as state_shardings

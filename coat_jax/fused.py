@@ -54,6 +54,7 @@ def norm_linear(
       ValueError: if the sizes don't fit, or the norm has no such parameter.
 
     Example:
+      >>> from jax import numpy as jnp
       >>> x = jnp.ones((2, 32), jnp.bfloat16)
       >>> q, k = norm_linear(x, [jnp.ones((32, 64)), jnp.ones((32, 16))])
       >>> q.shape, k.shape, q.dtype.name
@@ -125,8 +126,10 @@ def act_linear(
       ValueError: if the sizes don't fit, or for an unknown activation.
 
     Example:
+      >>> from jax import numpy as jnp
       >>> x = jnp.ones((2, 32))
-      >>> float(act_linear([x, x], jnp.ones((32, 16)), activation="relu")[0, 0])
+      >>> y = act_linear([x, x], jnp.ones((32, 16)), activation="relu")
+      >>> round(float(y[0, 0]), 4)
       32.0
     """
     x = inputs[0]
@@ -180,6 +183,7 @@ def gated_mlp(
       TypeError, ValueError: as `norm_linear` and `act_linear`.
 
     Example:
+      >>> from jax import numpy as jnp
       >>> x, w = jnp.ones((2, 32)), jnp.ones((32, 32)) / 32
       >>> gated_mlp(x, w, w, w, norm=None, activation="relu").shape
       (2, 32)
@@ -206,6 +210,7 @@ def mlp(
     Arguments, result and errors as `gated_mlp`, without a gate.
 
     Example:
+      >>> from jax import numpy as jnp
       >>> x, w = jnp.ones((2, 32)), jnp.ones((32, 32)) / 32
       >>> mlp(x, w, w, norm="layer").shape
       (2, 32)
@@ -251,6 +256,7 @@ def attention_linear(
       TypeError, ValueError, NotImplementedError: as `dot_product_attention`, `linear`.
 
     Example:
+      >>> from jax import numpy as jnp
       >>> q = jnp.ones((1, 4, 2, 8))
       >>> attention_linear(q, q, q, jnp.ones((2, 8, 16)), is_causal=True).shape
       (1, 4, 16)

@@ -79,7 +79,7 @@ def fp8_dot_general(
     Example:
       >>> x, w = jnp.full((16, 32), 0.3), jnp.full((32, 16), 2.0)
       >>> y = fp8_dot_general(x, w, (((1,), (0,)), ((), ())))
-      >>> float(y[0, 0])  # 0.3 is its own tensor's maximum, so it is exact
+      >>> round(float(y[0, 0]), 4)  # 0.3 is its own tensor's maximum, so it is exact
       19.2
     """
     for name, array in (("lhs", lhs), ("rhs", rhs)):
@@ -121,7 +121,8 @@ def fp8_dot(
       ValueError: if the sizes don't fit.
 
     Example:
-      >>> float(fp8_dot(jnp.ones((16, 32)), jnp.ones((32, 16)))[0, 0])
+      >>> y = fp8_dot(jnp.ones((16, 32)), jnp.ones((32, 16)))
+      >>> round(float(y[0, 0]), 4)
       32.0
     """
     check_linear("fp8_dot", x, w, None, 1)

@@ -42,7 +42,8 @@ def rms_norm(
     Source: Zhang and Sennrich (arXiv 1910.07467), equation 4.
 
     Example:
-      >>> rms_norm(jnp.array([3.0, 4.0]), epsilon=0.0).round(4).tolist()
+      >>> y = rms_norm(jnp.array([3.0, 4.0]), epsilon=0.0)
+      >>> [round(v, 4) for v in y.tolist()]
       [0.8485, 1.1314]
     """
     return _normalise("rms", x, scale, None, epsilon, policy)

@@ -39,19 +39,29 @@ def scanned(x, p, policy):
     return lax.scan(step, x, p)[0]
 
 
-def test_B33_remat_changes_no_gradient_of_a_kernel():
-    (x, g), p = (jnp.asarray(draw(i, (T, H))) for i in (9, 10)), weights()
-    rest = {"policy": residuals.save_fp8}
-    forms = (block, jax.checkpoint(block), jax.checkpoint(block, **rest))
-    want, *others = [
-        jax.jit(jax.grad(lambda p, f=f: jnp.vdot(f(x, p), g)))(p) for f in forms
-    ]
+@pytest.mark.parametrize("layers", [None, 3], ids=["one", "scanned"])
+def test_B33_remat_changes_no_bit_of_a_gradient(layers):
+    """In scans of tiny layers XLA:CPU may sum over tokens in another order."""
+    rows, sizes = 33, (96, 129)
+    (x, g), p = (jnp.asarray(draw(i, (rows, sizes[0]))) for i in (9, 10)), {}
+    shapes = {"gate": sizes, "up": sizes, "down": sizes[::-1], "scale": sizes[:1]}
+    stack = () if layers is None else (layers,)
+    for i, (name, shape) in enumerate(shapes.items()):
+        p[name] = jnp.asarray(draw(i, (*stack, *shape)) / 6)
+
+    def run(step):
+        if layers is None:
+            return step
+        return lambda x, p: lax.scan(lambda x, p: (step(x, p), None), x, p)[0]
+
+    def grad(step):
+        loss = lambda x, p: jnp.vdot(run(step)(x, p), g)
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(x, p)
+
+    saving = jax.checkpoint(block, policy=residuals.save_fp8)
+    want, *others = map(grad, (block, jax.checkpoint(block), saving))
     for got in others:
-        for name in p:
-            if name != "scale":
-                assert_same_bits(got[name], want[name])
-        # A sum over tokens, which XLA fuses with what is recomputed.
-        assert_computed(got["scale"], np.asarray(want["scale"], np.float64), n=T)
+        assert_same_bits(got, want)
 
 
 def test_B34_cotangents_are_not_fp8():

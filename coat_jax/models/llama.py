@@ -26,6 +26,7 @@ import optax
 from coat_jax import nn
 from coat_jax.attention import Implementation
 from coat_jax.policy import DEFAULT, Policy
+from coat_jax.rope import rope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,29 +85,6 @@ PRESETS = {
     "llama2-7b": _preset(32000, 4096, 11008, 32, 32, 32),
     "llama3-8b": _preset(128256, 4096, 14336, 32, 32, 8, rope_base=500_000.0),
 }
-
-
-def rope(x_BTND, *, base: float):
-    """Rotates each pair (x_i, x_{i + D/2}) of position t by the angle t base^(-2i/D).
-
-    Angles and products are float32 whatever x is: at position 4000 a bfloat16 angle
-    is wrong by several radians. Returns x's dtype.
-
-    Source: Su et al., arXiv 2104.09864, equation 34, in the half-split layout of the
-    published Llama weights.
-
-    Example:
-      >>> x = jnp.ones((1, 2, 1, 2))
-      >>> [round(float(v), 4) for v in rope(x, base=10.0)[0, 1, 0]]
-      [-0.3012, 1.3818]
-    """
-    T, D = x_BTND.shape[1], x_BTND.shape[3]
-    frequency_D2 = base ** (-jnp.arange(0, D, 2, dtype=jnp.float32) / D)
-    angle_TD2 = jnp.outer(jnp.arange(T, dtype=jnp.float32), frequency_D2)
-    cos, sin = (f(angle_TD2)[None, :, None, :] for f in (jnp.cos, jnp.sin))
-    left, right = jnp.split(x_BTND.astype(jnp.float32), 2, axis=-1)
-    turned = [left * cos - right * sin, right * cos + left * sin]
-    return jnp.concatenate(turned, axis=-1).astype(x_BTND.dtype)
 
 
 class AttentionBlock(nnx.Module):

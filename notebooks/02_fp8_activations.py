@@ -1,0 +1,646 @@
+# ---
+# title: What FP8 activations keep, what they lose, and how to switch a model over
+# jupyter:
+#   jupytext:
+#     formats: py:percent,ipynb
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Activations in eight bits
+#
+# Between forward and backward a model keeps what its derivatives will need. At any
+# useful batch that is most of the memory. This notebook measures what a Llama block
+# keeps, shows what an 8-bit float does to such values, follows the error into the
+# gradients, and ends by switching an ordinary Flax model over. It runs in about a
+# minute and a half on two cores.
+
+# %%
+import dataclasses
+
+from flax import nnx
+import jax
+from jax import lax
+from jax import numpy as jnp
+from jax.extend.core import Var
+from matplotlib import pyplot as plt
+import numpy as np
+import optax
+
+import coat_jax
+from coat_jax import E4M3, E5M2, Operand, matmul, norms, residuals
+from coat_jax import nn as fp8
+from coat_jax.formats import cast
+from coat_jax.models import llama
+from coat_jax.policy import BF16, DEFAULT, PRESETS
+
+plt.rcParams |= {
+    "figure.dpi": 110,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "font.size": 9,
+    "legend.frameon": False,
+}
+PLAIN, OURS, EXACT, SECOND = "#b0b0b0", "#1f6fb4", "#222222", "#d9731a"
+
+# %% [markdown]
+# ## Where the bytes go
+#
+# The unit of COAT's Table 2 (arXiv 2410.19313) is U: two bytes for each element of the
+# residual stream. Below, one block of Llama-2-7B (2048 tokens, bfloat16) is traced in
+# five steps. The `vjp` of each says what it keeps. An array that two steps keep counts
+# once; parameters don't count. Nothing is computed, so the real sizes cost nothing.
+
+# %%
+CONFIG = dataclasses.replace(
+    llama.PRESETS["llama2-7b"], dtype=jnp.bfloat16, param_dtype=jnp.bfloat16
+)
+T, H, F, N = 2048, CONFIG.hidden, CONFIG.ffn, CONFIG.heads
+U = 2 * T * H
+
+
+def turn(q):
+    return llama.rope(q, base=CONFIG.rope_base)
+
+
+def project(a, x):
+    qkv = fp8.norm_linear(a.norm, [a.q, a.k, a.v], x)
+    return [y.reshape(1, T, N, -1) for y in qkv]
+
+
+STEPS = {
+    "norm; q, k, v": lambda b, x: (*project(b.attention, x), x),
+    "RoPE": lambda b, q, k, v, x: (turn(q), turn(k), v, x),
+    "attention; output": lambda b, *qkvx: (
+        fp8.attention_linear(b.attention.out, *qkvx, is_causal=True),
+    ),
+    "norm; gate, up": lambda b, x: (
+        *fp8.norm_linear(b.mlp.norm, [b.mlp.gate, b.mlp.up], x),
+        x,
+    ),
+    "SiLU, product; down": lambda b, gate, up, x: (
+        fp8.act_linear("silu", b.mlp.down, gate, up, residual=x),
+    ),
+}
+
+
+def kept_by_step(policy):
+    """Shapes and dtypes that each step keeps, under a policy."""
+    make = lambda: llama.DecoderBlock(
+        CONFIG, llama.fp8_layers(policy), rngs=nnx.Rngs(0)
+    )
+    graph, params = nnx.split(nnx.eval_shape(make))
+
+    def forward(params, x):
+        values, found = (x,), []
+        for step in STEPS.values():
+            run = lambda p, *values, step=step: step(nnx.merge(graph, p), *values)
+            values, pull = jax.vjp(run, params, *values)
+            found.append(jax.tree.leaves(pull))
+        return found
+
+    x = jax.ShapeDtypeStruct((1, T, H), jnp.bfloat16)
+    program, found = jax.make_jaxpr(forward, return_shape=True)(params, x)
+    counted = {id(v) for v in program.jaxpr.invars[:-1] + program.jaxpr.constvars}
+    arrays, kept = iter(program.jaxpr.outvars), {}
+    for name, leaves in zip(STEPS, found, strict=True):
+        fresh = [next(arrays) for _ in leaves]
+        fresh = {id(v): v.aval for v in fresh if isinstance(v, Var)}
+        kept[name] = [aval for key, aval in fresh.items() if key not in counted]
+        counted |= fresh.keys()
+    return kept
+
+
+# %% [markdown]
+# Beside what is measured stands a formula, `c(n) = n + 4 n / 128` bytes of codes and
+# scales for n elements, and the paper's two rows, sorted into these steps (it counts
+# norms, activations, RoPE, attention and linear maps separately).
+
+# %%
+def codes(n):
+    return n + 4 * n / 128
+
+
+OTHER = {"norm; q, k, v": codes(H), "norm; gate, up": codes(H)}
+OTHER |= {"SiLU, product; down": 2 * codes(F), "RoPE": 4 * 4 * H / N / 2}
+FORMULA = {  # bytes a token
+    "default": OTHER | {"attention; output": 3 * 2 * H},
+    "lean": OTHER | {"attention; output": 3 * codes(H)},
+}
+PAPER = {  # in U, of its Table 2
+    "BF16": dict(zip(STEPS, (3.0, 2.0, 4.0, 3.0, 10.66), strict=True)),
+    "COAT": dict(zip(STEPS, (1.0, 2.0, 4.0, 1.0, 5.33), strict=True)),
+}
+
+square = lambda aval: aval.shape.count(T) > 1
+measured, scores = {}, {}
+for name in ("bf16", "default", "lean"):
+    kept = kept_by_step(PRESETS[name])
+    size = lambda avals: sum(a.size * a.dtype.itemsize for a in avals) / U
+    scores[name] = size([a for avals in kept.values() for a in avals if square(a)])
+    measured[name] = {
+        step: size([a for a in avals if not square(a)]) for step, avals in kept.items()
+    }
+
+print(f"{'kept, in U':22}{'paper':>14}{'measured':>24}{'formula':>18}")
+heads = ("BF16", "COAT", "bf16", "default", "lean", "default", "lean")
+print(f"{'':22}" + "".join(f"{head:>8}" for head in heads))
+formula = {
+    name: {step: n * T / U for step, n in steps.items()}
+    for name, steps in FORMULA.items()
+}
+columns = [*PAPER.values(), *measured.values(), *formula.values()]
+for step in STEPS:
+    print(f"{step:22}" + "".join(f"{column[step]:8.3f}" for column in columns))
+totals = [sum(column.values()) for column in columns]
+print(f"{'total':22}" + "".join(f"{total:8.3f}" for total in totals))
+print(f"softmax, T x T, in bf16 alone: {scores['bf16']:.1f} U; in FP8 {scores['lean']}")
+for name, steps in formula.items():
+    for step in STEPS:
+        assert abs(measured[name][step] - steps[step]) < 1e-9, (name, step)
+assert totals[3] < totals[2] / 3
+assert totals[4] < totals[3]
+assert scores["default"] == scores["lean"] == 0
+
+# %% [markdown]
+# - The plain block keeps more than the paper's: JAX differentiates step by step, so
+#   norms keep several float32 arrays and SiLU its pieces. On a CPU the attention keeps
+#   its T x T arrays too, which no GPU kernel does.
+# - A norm, or a gated product, keeps the codes of what enters it and no more. The
+#   linear map behind it keeps nothing: its operand is made again from those codes.
+# - RoPE is linear in its input, and keeps tables of T rows that a whole batch shares.
+# - `default` keeps q, k, v in bfloat16 (on a GPU also the output, another U, instead
+#   of running the attention twice); `lean` keeps their codes and always runs it twice.
+#
+# These are the arrays before compilation. What a compiler makes of them for a GPU is
+# read from compiled programs by `python -m benchmarks.residuals`; `docs/activations.md`
+# has the figures.
+
+# %%
+bars = {"paper, BF16": PAPER["BF16"], "paper, COAT": PAPER["COAT"]}
+bars |= {f"here, {name}": column for name, column in measured.items()}
+shades = dict(zip(STEPS, ("#9ecae1", "#c7c7c7", SECOND, "#4292c6", "#08519c")))
+fig, ax = plt.subplots(figsize=(7.5, 2.6), layout="constrained")
+left = np.zeros(len(bars))
+for step, shade in shades.items():
+    width = np.array([column[step] for column in bars.values()])
+    ax.barh(list(bars), width, left=left, color=shade, label=step, height=0.65)
+    left += width
+for y, total in enumerate(left):
+    ax.text(total + 0.3, y, f"{total:.1f}", va="center")
+ax.invert_yaxis()
+ax.set_xlabel("kept by one Llama-2-7B block, U")
+ax.legend(loc="lower right")
+plt.show()
+
+# %% [markdown]
+# *Figure 1.* Bytes kept by one block, by step, without the softmax's T x T arrays.
+#
+# ## Granularity and outliers
+#
+# One scale serves a whole tensor, a token (row), a group of 128 or 16 neighbours, or a
+# block of 4 x 4. It puts the largest value under it at the format's largest. The four
+# tensors below have 512 tokens and 1024 channels. In the last two, a few channels, or a
+# few tokens, are 3000 times the rest, as trained models have them. The error is that of
+# the ordinary values alone: an outlier is stored well anyway, and dominates any mean.
+
+# %%
+ROWS, CHANNELS, TIMES = 512, 1024, 3000.0
+gauss = jax.random.normal(jax.random.key(0), (ROWS, CHANNELS))
+channel = (jnp.arange(CHANNELS) % 128 == 5)[None, :] & jnp.ones((ROWS, 1), bool)
+token = (jnp.arange(ROWS) % 128 == 5)[:, None] & jnp.ones((1, CHANNELS), bool)
+none = jnp.zeros((ROWS, CHANNELS), bool)
+TENSORS = {
+    "Gaussian": (gauss, none),
+    "heavy tails": (jax.random.t(jax.random.key(1), 2.5, gauss.shape), none),
+    "outlier channels": (jnp.where(channel, TIMES * gauss, gauss), channel),
+    "outlier tokens": (jnp.where(token, TIMES * gauss, gauss), token),
+}
+
+
+def by_blocks(x, rows, columns):
+    """(rows, columns) blocks of x, one a row, and the way back."""
+    R, C = x.shape[0] // rows, x.shape[1] // columns
+    blocks = x.reshape(R, rows, C, columns).transpose(0, 2, 1, 3)
+    back = lambda b: b.reshape(R, C, rows, columns).transpose(0, 2, 1, 3)
+    return blocks.reshape(R * C, -1), lambda b: back(b).reshape(x.shape)
+
+
+BLOCKS = {
+    "tensor": (ROWS, CHANNELS),
+    "token": (1, CHANNELS),
+    "1 x 128": (1, 128),
+    "1 x 16": (1, 16),
+    "4 x 4": (4, 4),
+}
+
+
+@jax.jit(static_argnames=("rows", "columns"))
+def in_e4m3(x, rows, columns):
+    blocks, back = by_blocks(x, rows, columns)
+    q = coat_jax.quantize(blocks, format=E4M3, group=blocks.shape[1])
+    return back(coat_jax.dequantize(q, group=blocks.shape[1]))
+
+
+@jax.jit(static_argnames=("rows", "columns"))
+def in_int8(x, rows, columns):
+    blocks, back = by_blocks(x, rows, columns)
+    scale = jnp.max(jnp.abs(blocks), axis=1, keepdims=True) / 127
+    return back(jnp.round(blocks / scale) * scale)
+
+
+def percent(x, stored, left_out):
+    """Relative root mean square error of the ordinary values, in percent."""
+    x, stored = (np.asarray(a)[~np.asarray(left_out)] for a in (x, stored))
+    return 100 * np.sqrt(np.mean((stored - x) ** 2) / np.mean(x**2))
+
+
+errors = {}
+for form, store in (("E4M3", in_e4m3), ("int8", in_int8)):
+    print(f"{form + ', error in %':22}" + "".join(f"{b:>10}" for b in BLOCKS))
+    for name, (x, out) in TENSORS.items():
+        row = [percent(x, store(x, *block), out) for block in BLOCKS.values()]
+        errors[form, name] = dict(zip(BLOCKS, row, strict=True))
+        print(f"{name:22}" + "".join(f"{e:10.2f}" for e in row))
+
+# %% [markdown]
+# E4M3 barely cares: it is a *floating* format. Its error is relative, the same for a
+# value near the scale's largest and for one 14 octaves below. Only under its normal
+# range, 2^-6 of 448 and so 1/28672 of the largest, does it become absolute as int8's is
+# everywhere. Granularity matters there and nowhere else.
+
+# %%
+assert max(errors["E4M3", "Gaussian"].values()) < 4
+assert errors["int8", "outlier channels"]["tensor"] > 99  # every one is stored as zero
+for name in ("outlier channels", "outlier tokens"):
+    assert errors["E4M3", name]["tensor"] < 2 * errors["E4M3", "Gaussian"]["tensor"]
+
+fig, (left, right) = plt.subplots(1, 2, figsize=(7.5, 3), layout="constrained")
+octave = jnp.linspace(-22, 0, 1500)
+for label, store, colour in (("E4M3", in_e4m3, OURS), ("int8", in_int8, SECOND)):
+    x = jnp.exp2(octave)[None, :]
+    each = np.abs(np.asarray(store(x, 1, x.size) - x))[0] / np.asarray(x)[0]
+    bins = each.reshape(-1, 30)
+    left.plot(octave[::30], np.sqrt(np.mean(bins**2, axis=1)), color=colour, label=label)
+left.axvline(-np.log2(448 * 64), color=PLAIN, lw=1, ls="--")
+left.text(-14.6, 3e-3, "E4M3's smallest\nnormal value", fontsize=8, ha="right")
+left.set(xlabel="log2 (value / largest under its scale)", ylabel="relative error")
+left.set_yscale("log")
+left.legend(loc="lower left")
+
+factors = 2.0 ** np.arange(0, 25, 2)
+for (name, block), colour in zip(
+    BLOCKS.items(), (EXACT, SECOND, "#08519c", "#6baed6", "#74c476"), strict=True
+):
+    curve = []
+    for factor in factors:
+        x = jnp.where(channel, factor * gauss, gauss)
+        curve.append(percent(x, in_e4m3(x, *block), channel))
+    right.plot(np.log2(factors), curve, color=colour, label=name)
+right.set(xlabel="log2 of what outlier channels are times the rest")
+right.set_ylabel("E4M3, error of the rest, %")
+right.legend(title="one scale for")
+plt.show()
+
+# %% [markdown]
+# *Figure 2.* Left: the relative error of a value under one scale, by its distance from
+# the largest one. Right: the error of the ordinary values as outlier channels (one in
+# 128) grow. With one scale a row or a tensor nothing happens up to 2^10, and all is lost
+# at 2^20 times. Small groups confine the loss to the outliers' neighbours. A 4 x 4 block
+# does that too, but keeps one scale for four tokens.
+#
+# So per-tensor scales suffice for the operands of products, where the tensor core wants
+# them. What norms and activations keep has a scale a group, which is cheap insurance:
+# 4 bytes in 128.
+#
+# ## What the forward sees, what the backward sees
+#
+# A product rounds both operands, and its backward uses the *same* rounded weight for dx
+# and the *same* codes of x for dw. Nothing else is approximate. Judge: NumPy in float64,
+# from the codes.
+
+# %%
+keys = jax.random.split(jax.random.key(2), 3)
+shapes = ((256, 512), (512, 384), (256, 384))
+x, w, g = (jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True))
+y, pull = jax.vjp(coat_jax.fp8_dot, x, w)
+dx, dw = pull(g)
+
+wide = lambda a: np.asarray(a, np.float64)
+x_q, w_q, g_q = (
+    wide(codes) * wide(scale)
+    for codes, scale in (matmul.encode(a, Operand(), (0, 1)) for a in (x, w, g))
+)
+exact = {"y": x_q @ w_q, "dx": g_q @ w_q.T, "dw": x_q.T @ g_q}
+ideal = {"y": wide(x) @ wide(w), "dx": wide(g) @ wide(w).T, "dw": wide(x).T @ wide(g)}
+off = lambda got, want: np.linalg.norm(wide(got) - want) / np.linalg.norm(want)
+print(f"{'':4}{'off the codes':>16}{'off float64':>16}")
+for name, got in (("y", y), ("dx", dx), ("dw", dw)):
+    from_codes, from_ideal = off(got, exact[name]), off(got, ideal[name])
+    print(f"{name:4}{from_codes:16.1e}{from_ideal:16.1e}")
+    assert from_codes < 1e-6 < 1e-2 < from_ideal < 5e-2
+
+# %% [markdown]
+# The first column is float32's own rounding. The second is FP8: two operands with an
+# error of 2.6 % each.
+#
+# A norm's forward is that of x itself, to the bit. Its backward is the ordinary norm's
+# at the stored x.
+
+# %%
+dh = jax.random.normal(jax.random.key(9), x.shape)
+h, pull = jax.vjp(lambda x: norms.rms_norm(x, policy=DEFAULT), x)
+plain_h, plain_pull = jax.vjp(lambda x: norms.rms_norm(x, policy=BF16), x)
+stored = residuals.restore(residuals.keep(x, DEFAULT.kept), DEFAULT.kept)
+stored_pull = jax.vjp(lambda x: norms.rms_norm(x, policy=BF16), stored)[1]
+(dx,), (dx_plain,), (dx_stored,) = pull(dh), plain_pull(dh), stored_pull(dh)
+print(f"forward:  {off(h, wide(plain_h)):.1e} off the ordinary norm's")
+print(f"backward: {off(dx, wide(dx_stored)):.1e} off the ordinary one's at the stored x")
+print(f"          {off(dx, wide(dx_plain)):.1e} off the ordinary one's at x")
+assert off(h, wide(plain_h)) == 0
+assert off(dx, wide(dx_stored)) < 1e-6 < off(dx, wide(dx_plain)) < 5e-2
+
+# %% [markdown]
+# ## Through a few layers
+#
+# Four blocks of a small Llama, random weights, bfloat16. The loss is a random linear
+# function of the logits, so that no gradient is small by luck. Reference: the same
+# model in float32. The first row is what bfloat16 itself loses.
+
+# %%
+SMALL = llama.LlamaConfig(
+    vocab=256, hidden=256, ffn=704, layers=4, heads=4, kv_heads=4, dtype=jnp.bfloat16
+)
+tokens = jax.random.randint(jax.random.key(3), (2, 128), 0, SMALL.vocab)
+readout = jax.random.normal(jax.random.key(4), (2, 128, SMALL.vocab))
+params = llama.init_params(SMALL, jax.random.key(5))
+
+
+def logits_and_gradients(config, policy):
+    apply = llama.make_apply(config, layers=llama.fp8_layers(policy))
+
+    def loss(params):
+        logits = apply(params, tokens).astype(jnp.float32)
+        return jnp.sum(logits * readout), logits
+
+    grads, logits = jax.jit(jax.grad(loss, has_aux=True))(params)
+    return logits, jax.tree.leaves(grads["blocks"])
+
+
+def cosine(a, b):
+    a, b = (np.concatenate([wide(leaf).ravel() for leaf in tree]) for tree in (a, b))
+    return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+
+
+policies = {name: PRESETS[name] for name in ("bf16", "default", "lean", "paper")}
+policies["default, g in E5M2"] = dataclasses.replace(DEFAULT, g=Operand(format=E5M2))
+reference, wanted = logits_and_gradients(
+    dataclasses.replace(SMALL, dtype=jnp.float32), BF16
+)
+print(f"{'policy':20}{'logits, dB':>12}{'all dw':>10}{'worst dw':>10}{'norms':>8}")
+for name, policy in policies.items():
+    logits, found = logits_and_gradients(SMALL, policy)
+    matrices = [(a, b) for a, b in zip(found, wanted, strict=True) if a.ndim == 3]
+    each = [cosine([a[i]], [b[i]]) for a, b in matrices for i in range(SMALL.layers)]
+    together = cosine(found, wanted)
+    ratio = np.sqrt(sum(np.sum(wide(a) ** 2) for a in found))
+    ratio /= np.sqrt(sum(np.sum(wide(b) ** 2) for b in wanted))
+    db = -20 * np.log10(off(logits, wide(reference)))
+    print(f"{name:20}{db:12.1f}{together:10.4f}{min(each):10.4f}{ratio:8.3f}")
+    assert together > 0.98, name
+    assert 0.98 < ratio < 1.02, name
+
+# %% [markdown]
+# Cosines of the weight gradients to float32's (of all together, and of the worst of 28
+# matrices), and the ratio of their norms. All policies round the operands of every
+# product; `lean` rounds q, k and v besides; `paper` also computes the *forward* from what
+# is kept, and rounds gradients to E5M2, which has one significant bit less. That last is
+# why E4M3 is the default for gradients: their scale is taken from the tensor at hand, so
+# E5M2's wider range buys nothing here.
+#
+# ## Sums in fewer bits
+#
+# Hopper's tensor cores add FP8 products in an accumulator of about 14 bits, and cut off
+# what lies below it. Where terms have one sign, as in weight gradients over many tokens,
+# each cut has the same sign too. Below is a *model* of that (aligned to the largest,
+# truncated, 32 products at a time), not a measurement: this machine has no such core.
+
+
+# %%
+def accumulate(products, bits=14, at_once=32):
+    """Sums along the last axis, truncating every addend to `bits` below the largest."""
+    total = np.zeros(products.shape[:-1])
+    for chunk in np.split(products, products.shape[-1] // at_once, axis=-1):
+        terms = np.concatenate([total[..., None], chunk], axis=-1)
+        largest = np.abs(terms).max(axis=-1, keepdims=True)
+        step = 2.0 ** (np.floor(np.log2(largest)) - (bits - 1))
+        total = np.sum(np.trunc(terms / step) * step, axis=-1)
+    return total
+
+
+draw = np.random.default_rng(0).standard_normal
+print(f"{'terms':>8}{'mixed signs':>14}{'one sign':>12}{'mean / exact':>14}")
+for terms in (512, 2048, 4096, 8192):
+    a, b = (wide(cast(jnp.asarray(draw((64, terms))), E4M3)) for _ in range(2))
+    errors_of = lambda p: off(accumulate(p), p.sum(axis=-1))
+    one_sign = np.abs(a * b)
+    mean = np.mean(accumulate(one_sign) / one_sign.sum(axis=-1))
+    print(f"{terms:8}{errors_of(a * b):14.1e}{errors_of(one_sign):12.1e}{mean:14.3f}")
+    assert mean < 1
+
+# %% [markdown]
+# A bias does not average out over steps. So both products of the backward accumulate in
+# float32 by default (`Policy.backward = "promoted"`), and the forward, whose operands
+# have mixed signs, does not.
+#
+# ## Why a cast must be pinned
+#
+# XLA's GPU compiler may treat `x -> FP8 -> wider` as excess precision and keep `x`: then
+# nothing is saved and nothing is rounded, and no test on a CPU can see it. Every cast of
+# this library ends in `optimization_barrier`, the pin. Here are both programs as they are
+# handed to the compiler.
+
+
+# %%
+def naive(x):
+    return x.astype(E4M3.dtype).astype(jnp.float32)
+
+
+def pinned(x):
+    return cast(x, E4M3).astype(jnp.float32)
+
+
+for f in (naive, pinned):
+    text = jax.jit(f).lower(jax.ShapeDtypeStruct((4,), jnp.float32)).as_text()
+    lines = [line.strip() for line in text.splitlines() if "stablehlo" in line]
+    print(f"{f.__name__}:")
+    print("\n".join(f"    {line}" for line in lines if "f8E4M3FN" in line))
+    assert ("optimization_barrier" in text) == (f is pinned)
+
+# %% [markdown]
+# `tests/test_pin.py` compiles such programs for an H200, without one: with the pin the
+# FP8 arrays are there, without it they are gone and the memory is that of bfloat16.
+#
+# ## From an existing Flax model in ten lines
+#
+# Here is a small decoder as anyone would write it in Flax. It knows nothing of FP8.
+
+
+# %%
+class Block(nnx.Module):
+    def __init__(self, features, heads, *, rngs):
+        self.norm1 = nnx.LayerNorm(features, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            heads, features, decode=False, rngs=rngs
+        )
+        self.norm2 = nnx.LayerNorm(features, rngs=rngs)
+        self.up = nnx.Linear(features, 4 * features, rngs=rngs)
+        self.down = nnx.Linear(4 * features, features, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(self.norm1(x), is_causal=True)
+        return x + self.down(nnx.gelu(self.up(self.norm2(x))))
+
+
+class Decoder(nnx.Module):
+    def __init__(self, vocab, features, depth, length, *, rngs):
+        self.embed = nnx.Embed(vocab, features, rngs=rngs)
+        self.place = nnx.Embed(length, features, rngs=rngs)
+        self.blocks = nnx.List([Block(features, 4, rngs=rngs) for _ in range(depth)])
+        self.norm = nnx.LayerNorm(features, rngs=rngs)
+        self.head = nnx.Linear(features, vocab, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens) + self.place(jnp.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+VOCAB, LENGTH, BATCH = 16, 64, 16
+new_model = lambda: Decoder(VOCAB, 128, 2, LENGTH, rngs=nnx.Rngs(0))
+
+
+def loss_of(model, windows):
+    logits = model(windows[:, :-1])
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
+    return jnp.mean(each)
+
+
+@nnx.jit
+def step(model, optimizer, windows):
+    loss, grads = nnx.value_and_grad(loss_of)(model, windows)
+    optimizer.update(model, grads)
+    return loss
+
+
+# %% [markdown]
+# These lines switch it over: layers, then optimizer. `convert` changes the layers in
+# place, keeps their parameters, and reports what it did. The head is left as it is: it
+# is small here, and logits are where rounding shows first.
+
+# %%
+model = new_model()
+report = coat_jax.convert(model, DEFAULT, skip="head")
+optimizer = nnx.Optimizer(model, coat_jax.fp8_adamw(2e-3), wrt=nnx.Param)
+print(report)
+
+# %% [markdown]
+# The text to learn is a Markov chain of order two, whose best possible loss is known.
+# The same 300 batches train the plain model with `optax.adamw` and this one.
+
+# %%
+chain = 2.0 * jax.random.normal(jax.random.key(6), (VOCAB, VOCAB, VOCAB))
+STEPS_TO_TRAIN = 300
+
+
+@jax.jit
+def draw_windows(key):
+    def one(pair, key):
+        token = jax.random.categorical(key, chain[pair])
+        return (pair[1], token), token
+
+    first = (jnp.zeros(BATCH, jnp.int32), jnp.zeros(BATCH, jnp.int32))
+    _, drawn = lax.scan(one, first, jax.random.split(key, LENGTH + 1))
+    return drawn.T
+
+
+def train(model, optimizer):
+    keys = jax.random.split(jax.random.key(7), STEPS_TO_TRAIN)
+    return np.array([step(model, optimizer, draw_windows(key)) for key in keys])
+
+
+plain = new_model()
+losses = {
+    "plain, adamw": train(plain, nnx.Optimizer(plain, optax.adamw(2e-3), wrt=nnx.Param))
+}
+losses["converted, fp8_adamw"] = train(model, optimizer)
+
+held_out = draw_windows(jax.random.key(8))
+log_p = jax.nn.log_softmax(chain)[held_out[:, :-2], held_out[:, 1:-1], held_out[:, 2:]]
+best = -float(jnp.mean(log_p))
+finals = {name: float(curve[-50:].mean()) for name, curve in losses.items()}
+print({name: round(value, 4) for name, value in finals.items()}, f"best {best:.3f}")
+
+# %%
+fig, ax = plt.subplots(figsize=(7.5, 2.8), layout="constrained")
+for (name, curve), colour in zip(losses.items(), (EXACT, OURS), strict=True):
+    smooth = np.convolve(curve, np.ones(10) / 10, "valid")
+    ax.plot(np.arange(9, len(curve)), smooth, color=colour, lw=1, label=name)
+ax.axhline(best, color=PLAIN, ls="--", lw=1, label="the chain itself")
+ax.set(xlabel="step", ylabel="loss, mean of 10 steps")
+ax.legend()
+plt.show()
+relative = finals["converted, fp8_adamw"] / finals["plain, adamw"] - 1
+print(f"mean of the last 50 losses: {relative:+.2%} of the plain model's")
+assert abs(relative) < 0.02
+
+# %% [markdown]
+# *Figure 3.* Both runs see the same batches from the same start.
+#
+# ## What the switch is worth
+#
+# `memory_report` reads what the loss keeps before anything runs. Converted layers keep
+# codes, but `nnx.gelu` stands between two of them and keeps what it always kept. Saying
+# the same through `coat_jax.nn` joins norm and projection, activation and projection;
+# with ordinary layers these functions are the ordinary composition.
+
+
+# %%
+def joined(block, x):
+    x = block.attention(x, norm=block.norm1, residual=x, is_causal=True)
+    (h,) = fp8.norm_linear(block.norm2, [block.up], x)
+    return fp8.act_linear("gelu_tanh", block.down, h, residual=x)
+
+
+def bytes_kept(model, run=None):
+    graph, params = nnx.split(model)
+    windows = jnp.zeros((BATCH, LENGTH + 1), jnp.int32)
+
+    def loss(params):
+        model = nnx.merge(graph, params)
+        if run is not None:
+            model.blocks = nnx.List([lambda x, b=b: run(b, x) for b in model.blocks])
+        return loss_of(model, windows)
+
+    report = coat_jax.memory_report(params, optax.identity(), loss=loss)
+    return report["residuals"].after / (BATCH * LENGTH)
+
+
+kept = {
+    "plain": bytes_kept(plain),
+    "converted": bytes_kept(model),
+    "converted and joined": bytes_kept(model, joined),
+}
+for name, size in kept.items():
+    print(f"{name:22}{size:10,.0f} bytes a token{size / kept['plain']:8.2f}")
+assert kept["converted and joined"] < kept["converted"] < kept["plain"]
+state = lambda optimizer: sum(
+    leaf.nbytes for leaf in jax.tree.leaves(nnx.state(optimizer, nnx.OptState))
+)
+print(f"optimizer state: {state(optimizer):,} bytes")
