@@ -81,7 +81,8 @@ def encode(
         scale = largest(x, axes) / operand.format.max
     scale = jnp.maximum(jnp.where(jnp.isinf(scale), jnp.nan, scale), TINY)
     if after is not None:
-        scale = tied(scale, after)
+        # Codes and scale both change sign then, and the values stay what they are.
+        scale = tied(scale, after, instead=-scale)
     return Encoded(cast(x.astype(jnp.float32) / scale, operand.format), scale)
 
 
@@ -101,15 +102,15 @@ def encode_weight(
     return Encoded(codes, scale)
 
 
-def tied(x: jax.Array, after: jax.Array) -> jax.Array:
-    """`x`, but not before `after` exists; NaN where that holds NaN.
+def tied(x: jax.Array, after: jax.Array, *, instead=jnp.nan) -> jax.Array:
+    """`x`, but not before `after` exists; `instead` where that holds NaN.
 
     A barrier would not do: XLA:GPU removes barriers before it fuses and schedules.
     """
     if not after.size:
         return x  # nothing to wait for
-    after = jnp.min(after).astype(jnp.float32)
-    return jnp.where(jnp.isnan(after), after.astype(x.dtype), x)
+    found = jnp.isnan(jnp.min(after))
+    return jnp.where(found, jnp.asarray(instead, x.dtype), x)
 
 
 def _group_scaling(x, format: Format):

@@ -14,8 +14,8 @@ from coat_jax.policy import PRESETS
 CODES = (2 + 2 * 11008 / 4096) / 2 * (1 + 4 / 128)
 PREDICTED = {"default": CODES + 4, "lean": CODES + 1.5 * (1 + 4 / 128)}
 BARS = {"default": 8.0, "lean": 6.0}
-# What else is kept: attention's log-sum-exp, and alignment.
-SMALL = 0.05
+# What else counts: attention's log-sum-exp, alignment, and where XLA has its peak.
+SMALL = 0.15
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,9 @@ def test_nothing_of_the_weights_size_is_made_for_all_layers_at_once(layer):
     assert copies == []
 
 
-@pytest.mark.parametrize("name", ["olmo-7b", "vit-b16", "cnn-128"])
-def test_other_blocks_keep_a_third(name):
-    plain = residuals.units_kept(name, "bf16", "scan")
-    assert residuals.units_kept(name, "default", "scan") < plain / 3
+@pytest.mark.parametrize(
+    ("name", "bar"), [("olmo-7b", 8.0), ("vit-b16", 8.6), ("cnn-128", 2.2)]
+)
+def test_what_other_blocks_keep(name, bar):
+    """Formulas: OLMo's as Llama's; ViT 5 + 4 of q, k, v, o, with F = 4 H; CNN 2 codes."""
+    assert residuals.units_kept(name, "default", "scan") <= bar

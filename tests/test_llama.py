@@ -11,6 +11,8 @@ from jax import numpy as jnp
 import numpy as np
 import pytest
 
+import coat_jax
+from coat_jax import training
 from coat_jax.models import llama
 from tests.helpers import assert_reordered, assert_same_bits
 
@@ -227,3 +229,24 @@ def test_compiling_does_not_grow_with_depth(micro):
 def test_sizes_that_make_no_model_are_refused(change, words):
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(MICRO, **change)
+
+
+def test_the_second_step_of_full_coat_compiles_nothing(optax_promotion):
+    layers = llama.fp8_layers()
+    loss, traces = llama.make_loss(MICRO, layers=layers), []
+
+    def counted(params, batch, key):
+        traces.append(None)
+        return loss(params, batch, key)
+
+    tx = coat_jax.fp8_adamw(1e-2)
+    params = llama.init_params(MICRO, jax.random.key(0), layers=layers)
+    state = training.init_state(params, tx, jax.random.key(1))
+    step = training.make_train_step(counted, tx)
+    windows = jax.random.randint(jax.random.key(2), (2, 17), 0, MICRO.vocab, jnp.int32)
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, windows)
+        losses.append(float(metrics["loss"]))
+    assert len(traces) == 1
+    assert losses[2] < losses[1] < losses[0]

@@ -12,7 +12,7 @@ from flax import nnx
 
 from coat_jax.nn.attention import Attention
 from coat_jax.nn.layers import OURS, adopt, refuses, set_policy
-from coat_jax.policy import Policy
+from coat_jax.policy import DEFAULT, Policy
 
 _KINDS = {**OURS, nnx.MultiHeadAttention: Attention}
 
@@ -41,7 +41,7 @@ class Report(NamedTuple):
 
 def convert(
     model,
-    policy: Policy,
+    policy: Policy = DEFAULT,
     *,
     only: Any = None,
     skip: Any = None,
