@@ -116,7 +116,7 @@ def prepare(
 ) -> Attend:
     """The attention of these arguments, and the implementation chosen for it."""
     mask = _visible(mask, query_segments, key_segments)
-    reason = refuses(query, key, bias, mask)
+    reason = refuses(query, key)
     if implementation is None:
         on_gpu = jax.default_backend() == "gpu"
         implementation = "cudnn" if on_gpu and reason is None else "xla"
@@ -139,16 +139,17 @@ def prepare(
     return Attend(attend, [bias, mask], implementation)
 
 
-def refuses(query, key, bias, mask) -> str | None:
+def refuses(query, key) -> str | None:
     """Why cuDNN cannot be used, or None."""
     D = query.shape[-1]
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it takes bfloat16 and float16, got {query.dtype}"
     if D > _CUDNN_HEAD or D % 8:
         return f"the head size must be a multiple of 8 up to {_CUDNN_HEAD}, got {D}"
-    odd = query.shape[-3] % 2 or key.shape[-3] % 2
-    if odd and not (bias is None and mask is None):
-        return "with a bias, a mask or segments the lengths must be even"
+    lengths = query.shape[-3], key.shape[-3]
+    if any(length % 2 for length in lengths):
+        # cuDNN asks this of a gradient with a bias only, JAX of every gradient.
+        return f"the lengths must be even, got {lengths[0]} and {lengths[1]}"
     return None
 
 

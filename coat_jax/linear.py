@@ -84,6 +84,7 @@ def fp8_dot_general(
     """
     for name, array in (("lhs", lhs), ("rhs", rhs)):
         _require_dtype("fp8_dot_general", name, array)
+    _check_keep(keep)
     out = jnp.dtype(preferred_element_type or lhs.dtype)
     if policy.plain:
         return lax.dot_general(
@@ -165,10 +166,12 @@ def linear(
       (2, 3, 64)
     """
     check_linear("linear", x, kernel, bias, contract)
+    _check_keep(keep)
     numbers = last_axes(x.ndim, contract)
     if policy.plain:
         y = lax.dot_general(x, apart(kernel, x, contract).astype(x.dtype), numbers)
         y = y if bias is None else y + _broadcast(bias.astype(y.dtype), y.ndim)
+        _check_residual(residual, y)
         return y if residual is None else residual + y
     (y,) = project(x, [kernel], numbers, policy, keep=keep)
     return finish(y, bias, residual, x.dtype)
@@ -180,10 +183,24 @@ def finish(y, bias, residual, dtype):
     The pin keeps the rounding. XLA:GPU would hand float32 on to whoever widens the
     result again, as the next block does: twice the memory, and other values.
     """
+    _check_residual(residual, y)
     for term in (bias, residual):
         if term is not None:
             y = y + _broadcast(term.astype(jnp.float32), y.ndim)
     return lax.optimization_barrier(y.astype(dtype))
+
+
+def _check_residual(residual, y) -> None:
+    if residual is not None and residual.shape != y.shape:
+        raise ValueError(
+            f"linear: residual must have the shape of the result, {y.shape}, got "
+            f"{residual.shape}"
+        )
+
+
+def _check_keep(keep) -> None:
+    if keep not in ("codes", "input"):
+        raise ValueError(f"linear: keep must be codes or input, got {keep!r}")
 
 
 def _broadcast(bias, ndim: int):
@@ -222,8 +239,6 @@ def project(
 
     `dtype`, x's if None, is what the caller rounds the forward's products to.
     """
-    if keep not in ("codes", "input"):
-        raise ValueError(f"linear: keep must be codes or input, got {keep!r}")
     typed = jax.typeof(x)
     how = {"dimension_numbers": dimension_numbers, "policy": policy}
     how["dtype"] = typed.dtype

@@ -102,7 +102,9 @@ def encode_weight(
     return Encoded(codes, scale)
 
 
-def tied(x: jax.Array, after: jax.Array, *, instead=jnp.nan) -> jax.Array:
+def tied(
+    x: jax.Array, after: jax.Array, *, instead: jax.Array | float = jnp.nan
+) -> jax.Array:
     """`x`, but not before `after` exists; `instead` where that holds NaN.
 
     A barrier would not do: XLA:GPU removes barriers before it fuses and schedules.

@@ -22,6 +22,8 @@ from experiments import ablations, harness, policies, prepare, resident
 from experiments import config as options
 from experiments.harness import ExitCode, UserError
 
+pytestmark = pytest.mark.once
+
 WIDTHS = {"hidden": 32, "ffn": 32, "layers": 1}
 SIZES = {"preset": "micro", **WIDTHS, "steps": 4, "batch": 2, "seq": 16}
 PLAIN = {"dtype": "float32", "attention": "xla"}

@@ -177,11 +177,22 @@ def test_cudnn_refuses_in_words_and_never_falls_back():
     ):
         dot_product_attention(q, k, v, implementation="cudnn")
     like = lambda T, D: jax.ShapeDtypeStruct((B, T, N, D), jnp.bfloat16)
-    assert refuses(like(6, 128), like(6, 128), None, None) is None
-    assert refuses(like(7, 64), like(7, 64), None, None) is None
-    assert "multiple of 8" in refuses(like(6, 20), like(6, 20), None, None)
-    assert "got 136" in refuses(like(6, 136), like(6, 136), None, None)
-    assert "must be even" in refuses(like(7, 64), like(7, 64), None, object())
+    assert refuses(like(6, 128), like(6, 128)) is None
+    assert "multiple of 8" in refuses(like(6, 20), like(6, 20))
+    assert "got 136" in refuses(like(6, 136), like(6, 136))
+    assert "must be even, got 7 and 6" in refuses(like(7, 64), like(6, 64))
+
+
+def test_jax_itself_refuses_cudnn_a_gradient_of_an_odd_length(h200_compile):
+    """Why `refuses` does; should JAX ever take it, this fails and `refuses` may."""
+
+    def loss(q):
+        o = jax.nn.dot_product_attention(q, q, q, implementation="cudnn")
+        return jnp.sum(o.astype(jnp.float32))
+
+    odd = jax.ShapeDtypeStruct((B, 49, N, 64), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="sequence length"):
+        h200_compile(jax.grad(loss), odd)
 
 
 def test_only_cudnn_keeps_what_a_policy_without_a_format_asks_for():

@@ -14,6 +14,8 @@ from experiments import config as options
 from experiments import corpus, debian
 from experiments.harness import ExitCode, UserError
 
+pytestmark = pytest.mark.once
+
 MENU = "<nav>menu</nav><div>Table of contents</div>"
 PAGES = 40
 SENTENCE = "Page %d says what no other page says &amp; ends.</p><p>Next page</p>"

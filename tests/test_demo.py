@@ -17,6 +17,8 @@ from experiments import activation_bytes, corpus, demo, harness, metrics, plot, 
 from experiments import config as options
 from experiments.harness import ExitCode, UserError
 
+pytestmark = pytest.mark.once
+
 SMALLER = dataclasses.replace(
     llama.PRESETS["micro"], hidden=32, ffn=32, layers=1, heads=2
 )

@@ -2,8 +2,10 @@
 
 import contextlib
 import io
+import itertools
 import pathlib
 import re
+import runpy
 
 import jax
 import pytest
@@ -12,32 +14,41 @@ ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#:]+)\)")
+_END = "-- end of a snippet --"
 
 
-def snippets(text):
-    """(line, code, what it prints, or None where the page doesn't say)."""
+def program(text):
+    """The page as one script: snippets on their own lines, all else left empty."""
+    lines = [""] * (text.count("\n") + 1)
+    for fence in _FENCE.finditer(text):
+        if fence[1] == "python":
+            first = text[: fence.start(2)].count("\n")
+            code = fence[2].splitlines()
+            lines[first : first + len(code) + 1] = [*code, f"print({_END!r})"]
+    return "\n".join(lines)
+
+
+def promised(text):
+    """What each snippet prints, or None where no text stands right below it."""
     fences = list(_FENCE.finditer(text))
-    for i, fence in enumerate(fences):
-        if fence[1] != "python":
-            continue
-        follows = fences[i + 1] if i + 1 < len(fences) else None
-        close = follows and not text[fence.end() : follows.start()].strip()
-        output = follows[2] if close and follows[1] == "text" else None
-        yield text[: fence.start()].count("\n") + 2, fence[2], output
+    for fence, below in itertools.zip_longest(fences, fences[1:]):
+        if fence[1] == "python":
+            near = below and not text[fence.end() : below.start()].strip()
+            yield below[2] if near and below[1] == "text" else None
 
 
-def run(page):
+def run(page, folder):
     """Runs a page's snippets in one namespace; returns how many outputs it compared."""
-    namespace, compared = {"__name__": page.stem}, 0
-    for line, code, output in snippets(page.read_text()):
-        # Blank lines before the code, so that a failure names the page's line.
-        program = compile("\n" * (line - 1) + code, str(page), "exec")
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            exec(program, namespace)
-        if output is not None:
-            assert printed.getvalue() == output, f"{page.name}, line {line}"
-            compared += 1
-    return compared
+    text = page.read_text()
+    script = folder / f"{page.stem}.py"
+    script.write_text(program(text))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(script))
+    found = printed.getvalue().split(f"{_END}\n")[:-1]
+    pairs = list(zip(found, promised(text), strict=True))
+    for got, want in pairs:
+        assert want is None or got == want
+    return sum(want is not None for _, want in pairs)
 
 
 @pytest.fixture
@@ -48,8 +59,8 @@ def users_promotion():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_snippets_run_and_print_what_the_page_says(page, users_promotion):
-    compared = run(page)
+def test_snippets_run_and_print_what_the_page_says(page, tmp_path, users_promotion):
+    compared = run(page, tmp_path)
     if page.name == "quickstart.md":
         assert compared >= 10
 
@@ -60,14 +71,23 @@ def test_links_lead_to_files(page):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_a_wrong_output_is_seen(tmp_path):
+PAGE = "Text.\n```python\nx = 1\n```\n\n```python\nprint(x)\n```\n{}```text\n2\n```\n"
+
+
+def test_a_wrong_output_and_an_error_are_seen(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("```python\nprint(1)\n```\n\n```text\n2\n```\n")
-    with pytest.raises(AssertionError, match="page.md, line 2"):
-        run(page)
+    page.write_text(PAGE.format("\n"))
+    with pytest.raises(AssertionError):
+        run(page, tmp_path)
+    page.write_text(PAGE.format("\n").replace("x = 1", "x = 2"))
+    assert run(page, tmp_path) == 1
+    page.write_text(PAGE.format("\n").replace("x = 1", "y = 2"))
+    with pytest.raises(NameError, match="'x'"):
+        run(page, tmp_path)
 
 
 def test_a_text_that_is_not_next_to_a_snippet_is_not_its_output(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("```python\nprint(1)\n```\nElsewhere:\n```text\n2\n```\n")
-    assert run(page) == 0
+    page.write_text(PAGE.format("Elsewhere:\n"))
+    assert run(page, tmp_path) == 0
+    assert program(page.read_text()).splitlines()[2] == "x = 1"

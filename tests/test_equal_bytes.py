@@ -8,6 +8,8 @@ import pytest
 from experiments import equal_bytes, harness
 from experiments.harness import ExitCode
 
+pytestmark = pytest.mark.once
+
 
 @pytest.mark.parametrize(
     ("losses", "best", "more"),

@@ -21,6 +21,8 @@ from experiments.harness import ExitCode, UserError
 from tests.helpers import assert_reordered, assert_same_bits, assert_within_format
 from tests.test_pretrained import make_params
 
+pytestmark = pytest.mark.once
+
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 ALPHABET = sorted(tk.pre_tokenizers.ByteLevel.alphabet())
 PIECES = {

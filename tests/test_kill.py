@@ -19,6 +19,8 @@ from coat_jax.checkpoint import Checkpointer
 from experiments import config as options
 from experiments import job
 
+pytestmark = pytest.mark.once
+
 CLOCK = {"step_ms", "tokens_per_s", "seconds"}  # how fast a step was, not its result
 SAVE_EVERY = 4
 STEPS_A_KILL = 12

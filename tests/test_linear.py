@@ -293,3 +293,10 @@ def test_only_floats_of_two_or_four_bytes_are_taken(policy):
             linear(bad, W, policy=policy)
         with pytest.raises(TypeError, match=r"must be bfloat16.*cast it|Type-check"):
             fp8_dot_general(bad, W, (((2,), (0,)), ((), ())), policy=policy)
+
+
+@pytest.mark.parametrize("policy", [BF16, DEFAULT], ids=["bf16", "default"])
+def test_a_residual_of_another_shape_is_refused(policy):
+    x, w = jnp.ones((16, 32)), jnp.ones((32, 16))
+    with pytest.raises(ValueError, match=r"residual must have the shape of the result"):
+        linear(x, w, policy=policy, residual=jnp.ones((1, 16)))

@@ -11,6 +11,8 @@ from coat_jax.formats import E4M3
 from experiments import harness, moment_error
 from experiments.moment_error import PUBLISHED
 
+pytestmark = pytest.mark.once
+
 
 def squares(table):
     return np.asarray(table) ** 2

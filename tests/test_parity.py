@@ -20,6 +20,8 @@ from experiments.baselines import exchange, jax_side, parity, record
 from tests.helpers import assert_reordered, assert_same_bits
 from tests.test_layering import imported
 
+pytestmark = pytest.mark.once
+
 FOLDER = pathlib.Path(baselines.__file__).parent
 ADAM = exchange.Adam(lr=1e-3, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.01)
 AT = [2, 6]

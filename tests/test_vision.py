@@ -15,6 +15,8 @@ from experiments import fashion_mnist, harness, vision, vision_arm
 from experiments.harness import ExitCode, UserError
 from tests.helpers import assert_reordered
 
+pytestmark = pytest.mark.once
+
 
 def idx(array: np.ndarray) -> bytes:
     sizes = np.array(array.shape, ">u4").tobytes()
