@@ -15,7 +15,7 @@
 # Between forward and backward a model keeps what its derivatives will need. At any
 # useful batch that is most of the memory. This notebook measures what a Llama block
 # keeps, shows what an 8-bit float does to such values, and follows the error into the
-# gradients. The next notebook, `03_from_flax_to_coat`, switches an ordinary Flax model
+# gradients. The next notebook, `02b_from_flax_to_coat`, switches an ordinary Flax model
 # over in ten lines. This one runs in about a minute on two cores.
 
 # %%
