@@ -8,7 +8,7 @@ import jax
 from jax import numpy as jnp
 
 from coat_jax import recompute
-from coat_jax.policy import DEFAULT, Policy
+from coat_jax.policy import DEFAULT, Policy, check_policy
 from coat_jax.typing import Array, Float
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
@@ -93,6 +93,7 @@ def activate(
       >>> activate(jnp.array([0.0, 3.0]), activation="relu").tolist()
       [0.0, 3.0]
     """
+    check_policy("activate", policy)
     f = function(activation)
     if policy.plain or policy.kept.format is None:
         return f(x)
@@ -129,6 +130,7 @@ def gated(
       >>> gated(jnp.array([3.0]), jnp.array([2.0]), activation="relu").tolist()
       [6.0]
     """
+    check_policy("gated", policy)
     f = function(activation)
     if gate.shape != up.shape:
         raise ValueError(

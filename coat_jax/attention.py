@@ -10,7 +10,7 @@ import jax
 from jax import numpy as jnp
 
 from coat_jax import recompute
-from coat_jax.policy import DEFAULT, Policy
+from coat_jax.policy import DEFAULT, Policy, check_policy
 from coat_jax.typing import Array, Bool, Float, Int
 
 Implementation = Literal["xla", "cudnn"]
@@ -75,6 +75,7 @@ def dot_product_attention(
         key_segments=key_segments,
         implementation=implementation,
     )
+    check_policy("dot_product_attention", policy)
     inputs = [query, key, value]
     if policy.plain or attend.keeps_itself(policy):
         return attend.run(attend.params, *inputs)

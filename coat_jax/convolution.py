@@ -37,7 +37,7 @@ class Window(NamedTuple):
     def pointwise(self) -> bool:
         """Whether each pixel of the result is made from one pixel of the input."""
         named = isinstance(self.padding, str)
-        still = named or not any(max(pair) for pair in self.padding)
+        still = named or not any(edge for pair in self.padding for edge in pair)
         ones = set(self.size + self.input_dilation) == {1}
         return ones and still and self.groups == 1
 

@@ -16,7 +16,7 @@ import functools
 from coat_jax import activations, attention, linear, norms, recompute
 from coat_jax.activations import Activation
 from coat_jax.norms import Norm
-from coat_jax.policy import DEFAULT, Policy
+from coat_jax.policy import DEFAULT, Policy, check_policy
 from coat_jax.typing import Array, Float
 
 
@@ -60,6 +60,7 @@ def norm_linear(
       >>> q.shape, k.shape, q.dtype.name
       ((2, 64), (2, 16), 'bfloat16')
     """
+    check_policy("norm_linear", policy)
     _check_norm(norm, scale, bias)
     biases = [None] * len(kernels) if biases is None else biases
     for kernel, b in zip(kernels, biases, strict=True):
@@ -132,9 +133,15 @@ def act_linear(
       >>> round(float(y[0, 0]), 4)
       32.0
     """
+    if not isinstance(inputs, (list, tuple)) or not 1 <= len(inputs) <= 2:
+        raise TypeError(
+            "act_linear: inputs must be a list, [x] or [gate, up], got "
+            f"{type(inputs).__name__} of length {len(inputs)}"
+        )
     x = inputs[0]
+    check_policy("act_linear", policy)
     linear.check_linear("act_linear", x, kernel, bias, 1)
-    if len(inputs) > 2 or any(other.shape != x.shape for other in inputs):
+    if any(other.shape != x.shape for other in inputs):
         raise ValueError(
             "act_linear: inputs must be [x] or [gate, up] of one shape, got shapes "
             f"{[other.shape for other in inputs]}"
@@ -261,6 +268,7 @@ def attention_linear(
       >>> attention_linear(q, q, q, jnp.ones((2, 8, 16)), is_causal=True).shape
       (1, 4, 16)
     """
+    check_policy("attention_linear", policy)
     linear.check_linear("attention_linear", query, kernel, bias, 2)
     run, inputs = attention.prepare(query, key, **attend), [query, key, value]
     if policy.plain or run.keeps_itself(policy):

@@ -23,7 +23,7 @@ from jax import numpy as jnp
 
 from coat_jax import matmul, residuals
 from coat_jax.matmul import Encoded
-from coat_jax.policy import DEFAULT, Policy
+from coat_jax.policy import DEFAULT, Policy, check_policy
 from coat_jax.typing import Array, Float
 
 Keep = Literal["codes", "input"]
@@ -82,6 +82,7 @@ def fp8_dot_general(
       >>> round(float(y[0, 0]), 4)  # 0.3 is its own tensor's maximum, so it is exact
       19.2
     """
+    check_policy("fp8_dot_general", policy)
     for name, array in (("lhs", lhs), ("rhs", rhs)):
         _require_dtype("fp8_dot_general", name, array)
     _check_keep(keep)
@@ -165,6 +166,7 @@ def linear(
       >>> linear(x, jnp.ones((32, 64)), jnp.zeros(64)).shape
       (2, 3, 64)
     """
+    check_policy("linear", policy)
     check_linear("linear", x, kernel, bias, contract)
     _check_keep(keep)
     numbers = last_axes(x.ndim, contract)
@@ -242,7 +244,8 @@ def project(
     typed = jax.typeof(x)
     how = {"dimension_numbers": dimension_numbers, "policy": policy}
     how["dtype"] = typed.dtype
-    used = {axis % x.ndim for axes in dimension_numbers for axis in axes[0]}
+    (contract, _), (batch, _) = dimension_numbers
+    used = {axis % x.ndim for axis in (*contract, *batch)}
     free = tuple(axis for axis in range(x.ndim) if axis not in used)
 
     @jax.custom_vjp
@@ -263,7 +266,7 @@ def project(
         else:
             x_T = matmul.encode(kept, policy.x, free, after=token(gs[0], policy))
         dx, dkernels = gradients(x_T, kernels, gs, typed=typed, **how)
-        return dx.astype(typed.dtype), dkernels
+        return matmul.summed(dx, typed).astype(typed.dtype), dkernels
 
     dot.defvjp(forward, backward)
     return dot(x, list(kernels))
@@ -346,7 +349,8 @@ def gradients(
         g_T = matmul.encode(g, policy.g, dw_dims.rhs_contract) if vector else g_N
         to = jax.typeof(kernel)
         dkernel = matmul.gradient(x_T, g_T, dw_dims, dw_order, to, **how)
-        dkernels.append(dkernel.reshape(parameter.shape).astype(parameter.dtype))
+        dkernel = matmul.summed(dkernel.reshape(parameter.shape), jax.typeof(parameter))
+        dkernels.append(dkernel.astype(parameter.dtype))
     return functools.reduce(jnp.add, parts), dkernels
 
 

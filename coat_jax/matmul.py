@@ -53,11 +53,20 @@ class Dims(NamedTuple):
 def dims_of(lhs_ndim: int, rhs_ndim: int, dimension_numbers) -> Dims:
     """Dimension numbers in full, with non-negative axes."""
     (lc, rc), (lb, rb) = dimension_numbers
-    whole = lambda axes, ndim: tuple(int(axis) % ndim for axis in axes)
+    whole = lambda axes, ndim: tuple(_axis(axis, ndim) for axis in axes)
     lc, lb = whole(lc, lhs_ndim), whole(lb, lhs_ndim)
     rc, rb = whole(rc, rhs_ndim), whole(rb, rhs_ndim)
     rest = lambda ndim, *used: tuple(a for a in range(ndim) if a not in sum(used, ()))
     return Dims(lc, rc, lb, rb, rest(lhs_ndim, lc, lb), rest(rhs_ndim, rc, rb))
+
+
+def _axis(axis, ndim: int) -> int:
+    if not -ndim <= axis < ndim:
+        raise ValueError(
+            "fp8_dot_general: dimension numbers must name axes of their operand, which "
+            f"has {ndim}; got axis {axis}"
+        )
+    return int(axis) % ndim
 
 
 def encode(
@@ -224,6 +233,23 @@ def rhs_gradient(dims: Dims) -> tuple[Dims, tuple[int, ...]]:
     by_lhs = sorted(range(len(dims.lhs_contract)), key=lambda i: dims.lhs_contract[i])
     order = (*dims.rhs_batch, *(dims.rhs_contract[i] for i in by_lhs), *dims.rhs_free)
     return dims_of(lhs_ndim, ndim, numbers), order
+
+
+def summed(cotangent: jax.Array, primal) -> jax.Array:
+    """A gradient, added up over the axes of a `shard_map` that its primal is whole on.
+
+    Args:
+      cotangent: what one device has of it.
+      primal: the type (`jax.typeof`) of what it is the gradient of.
+    """
+    extra = _varying(jax.typeof(cotangent)) - _varying(primal)
+    return lax.psum(cotangent, tuple(sorted(extra))) if extra else cotangent
+
+
+def _varying(typed) -> frozenset[str]:
+    """The axes of a `shard_map` over which devices hold different values."""
+    manual = getattr(typed, "mat", None)  # as jax 0.12 has it; it was `vma` before
+    return getattr(typed, "vma", frozenset()) if manual is None else manual.varying
 
 
 def gradient(lhs: Encoded, rhs: Encoded, dims: Dims, order, primal, **how) -> jax.Array:

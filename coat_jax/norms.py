@@ -7,7 +7,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from coat_jax import recompute
-from coat_jax.policy import DEFAULT, Policy
+from coat_jax.policy import DEFAULT, Policy, check_policy
 from coat_jax.typing import Array, Float
 
 Norm = Literal["rms", "layer"]
@@ -85,6 +85,7 @@ def layer_norm(
 
 
 def _normalise(norm: Norm, x, scale, bias, epsilon, policy: Policy):
+    check_policy(f"{norm}_norm", policy)
     check_norm(f"{norm}_norm", x, scale, bias)
     plain = functools.partial(normalise, norm=norm, epsilon=epsilon)
     if policy.plain or policy.kept.format is None:

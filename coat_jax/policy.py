@@ -124,6 +124,15 @@ class Policy:
         return all(record.format is None for record in records)
 
 
+def check_policy(who: str, policy) -> None:
+    """Raises a TypeError unless `policy` is a Policy."""
+    if not isinstance(policy, Policy):
+        raise TypeError(
+            f"{who}: policy must be a coat_jax.Policy, got {policy!r}; "
+            "coat_jax.policy.PRESETS has some by name"
+        )
+
+
 def reference_mode() -> AbstractContextManager[None]:
     """A context in which every policy is plain: for second derivatives and jvp.
 

@@ -70,14 +70,22 @@ def recompute(
             stored = [_after(x, after) for x in stored]
         floats, whole = _floats_of(params)
         again = lambda floats, *xs: _wide(prologue(whole(floats), *xs))
-        h, pull = jax.vjp(again, floats, *(residuals.restore(x, kept) for x in stored))
+        xs = [residuals.restore(x, kept) for x in stored]
+        h, pull = jax.vjp(again, floats, *xs)
         dh, dkernels = gs[0], []
         if kernels:
             free = tuple(range(h.ndim - contract))
             h_T = matmul.encode(h, policy.x, free)
-            dh, dkernels = lin.gradients(h_T, kernels, gs, typed=jax.typeof(h), **how)
+            typed = jax.typeof(h)
+            dh, dkernels = lin.gradients(h_T, kernels, gs, typed=typed, **how)
+            dh = matmul.summed(dh, typed)
         dfloats, *dxs = pull(dh)
-        dxs = [dx.astype(t.dtype) for dx, t in zip(dxs, types, strict=True)]
+        # 0 x makes NaN of what is NaN in x: relu'(NaN) is 0, which would hide it.
+        dxs = [dx + 0.0 * x for dx, x in zip(dxs, xs, strict=True)]
+        dxs = [
+            matmul.summed(dx, t).astype(t.dtype)
+            for dx, t in zip(dxs, types, strict=True)
+        ]
         return whole(dfloats, rest=False), dxs, dkernels
 
     block.defvjp(forward, backward)

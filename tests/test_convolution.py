@@ -8,7 +8,7 @@ from jax import numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax import activations, norms
+from coat_jax import activations, nn, norms
 from coat_jax.convolution import conv, norm_act_conv
 from coat_jax.policy import BF16, DEFAULT, PAPER, Kept, Policy
 from coat_jax.quantize import dequantize, quantize
@@ -227,3 +227,12 @@ def test_wrong_arrays_are_refused_in_a_sentence():
         conv(x, kernel, jnp.ones(3))
     with pytest.raises(TypeError, match="conv: arrays must be bfloat16"):
         conv(x, kernel.astype(jnp.float8_e5m2))
+
+
+def test_a_window_of_one_with_negative_padding_is_flaxs():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 8, 9, 8)), jnp.float32)
+    how = {"kernel_size": (1, 1), "padding": [(-1, 0), (0, 0)]}
+    ours = nn.Conv(8, 16, **how, rngs=nnx.Rngs(0))
+    flaxs = nnx.Conv(8, 16, **how, rngs=nnx.Rngs(0))
+    assert ours(x).shape == (2, 7, 9, 16)
+    assert_sqnr(ours(x), flaxs(x), db=20)

@@ -206,3 +206,41 @@ def test_B42_second_derivatives_are_finite_and_right_in_reference_mode():
         got = jax.jit(jax.hessian(loss))(x)
     want = jax.jit(jax.hessian(lambda x: jnp.sum(jax.nn.silu(x) ** 2)))(x)
     assert_computed(got, np.asarray(want, np.float64), n=6)
+
+
+def test_data_parallel_shard_map_sums_the_gradient_of_what_is_whole():
+    """The backward must add up over the axes that a parameter doesn't vary on."""
+    kinds = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((1,), ("d",), axis_types=kinds)
+    whole, rows = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("d")
+    x, w = jnp.asarray(draw(0, (T, H))), jnp.asarray(draw(1, (H, F)))
+    functions = {
+        "linear": lambda w, x: linear.linear(x, w).sum(),
+        "act_linear": lambda w, x: fused.act_linear([x], w, activation="relu").sum(),
+        "norm_linear": lambda w, x: fused.norm_linear(x, [w])[0].sum(),
+        "paper": lambda w, x: fused.norm_linear(x, [w], policy=PAPER)[0].sum(),
+    }
+    for f in functions.values():
+        for wanted, specs in ((0, (whole, rows)), (1, (rows, whole))):
+            grad = jax.grad(f, argnums=wanted)
+            got = jax.jit(
+                jax.shard_map(grad, mesh=mesh, in_specs=specs, out_specs=whole)
+            )(w, x)
+            assert_same_bits(got, jax.jit(grad)(w, x))
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu_squared", "silu"])
+def test_what_is_not_finite_in_an_input_is_seen_in_its_gradient(activation):
+    """relu'(NaN) is 0: one Inf would give its whole group a gradient of 0."""
+    x = jnp.asarray(draw(0, (2, 128))).at[0, 3].set(jnp.inf)
+    f = lambda x: activations.activate(x, activation=activation).sum()
+    dx = np.asarray(jax.jit(jax.grad(f))(x))
+    assert np.isnan(dx[0]).all()
+    assert np.isfinite(dx[1]).all()
+
+
+def test_axes_out_of_range_do_not_wrap():
+    x, w = jnp.ones((T, H)), jnp.ones((H, F))
+    for axis in (2, 5, -3):
+        with pytest.raises(ValueError, match=rf"has 2; got axis {axis}"):
+            linear.fp8_dot_general(x, w, (((axis,), (0,)), ((), ())))

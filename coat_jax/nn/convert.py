@@ -12,7 +12,7 @@ from flax import nnx
 
 from coat_jax.nn.attention import Attention
 from coat_jax.nn.layers import OURS, adopt, refuses, set_policy
-from coat_jax.policy import DEFAULT, Policy
+from coat_jax.policy import DEFAULT, Policy, check_policy
 
 _KINDS = {**OURS, nnx.MultiHeadAttention: Attention}
 
@@ -71,6 +71,7 @@ def convert(
       path      type    what was done
       layers/0  Linear  replaced
     """
+    check_policy("convert", policy)
     only, skip = _selection("only", only), _selection("skip", skip)
     replaced, left = [], []
     for path, module in _modules(model):

@@ -22,7 +22,7 @@ from jax import numpy as jnp
 from coat_jax import convolution, norms
 from coat_jax.einsum import bias_shape, fp8_einsum, parse
 from coat_jax.linear import finish, fp8_dot_general, last_axes
-from coat_jax.policy import DEFAULT, Policy
+from coat_jax.policy import DEFAULT, Policy, check_policy
 
 # One of Flax's classes, or ours; no base of theirs has what all of them have.
 Layer = Any
@@ -262,6 +262,7 @@ def refuses(layer: Layer, policy: Policy) -> str | None:
 
 def set_policy(layer: Layer, policy: Policy) -> None:
     """Gives one of our layers its policy, or raises what `refuses` says."""
+    check_policy(type(layer).__name__, policy)
     reason = refuses(layer, policy)
     if reason is not None:
         raise NotImplementedError(
