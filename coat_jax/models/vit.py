@@ -23,10 +23,10 @@ from typing import Any
 from flax import nnx
 import jax
 from jax import numpy as jnp
-import optax
 
 from coat_jax import nn
 from coat_jax.attention import Implementation
+from coat_jax.models.classification import classification_loss
 from coat_jax.policy import DEFAULT, Policy
 
 
@@ -275,20 +275,8 @@ def make_apply(config: ViTConfig, *, layers: Layers | None = None):
 
 
 def make_loss(config: ViTConfig, *, layers: Layers | None = None):
-    """loss(params, (images, labels), key): mean cross-entropy, logits read as float32.
-
-    labels are int32 (B,). The key is there for layers that draw; these don't.
-    """
-    apply = make_apply(config, layers=layers)
-
-    def loss(params, batch, key=None):
-        del key
-        images, labels = batch
-        logits = apply(params, images).astype(jnp.float32)
-        each = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        return jnp.mean(each)
-
-    return loss
+    """loss(params, (images, labels), key), as `classification_loss` has it."""
+    return classification_loss(make_apply(config, layers=layers))
 
 
 def count_params(config: ViTConfig) -> int:
