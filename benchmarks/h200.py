@@ -116,8 +116,10 @@ def compile_for(
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated)
 
+    options = {"xla_gpu_enable_triton_gemm": False, **(options or {})}
+    # Compiled under the mesh too: kernels on shards are lowered as XLA compiles, and
+    # look there for the kind of GPU.
     with jax.set_mesh(on), _cudnn():
         jitted = jax.jit(fn, donate_argnums=donate, out_shardings=out_shardings)
         lowered = jitted.lower(*jax.tree.map(describe, args))
-    options = {"xla_gpu_enable_triton_gemm": False, **(options or {})}
-    return lowered.compile(compiler_options=options)
+        return lowered.compile(compiler_options=options)

@@ -8,6 +8,7 @@ import jax
 from jax import numpy as jnp
 
 from coat_jax import recompute
+from coat_jax.kernels.prologue import Rowwise
 from coat_jax.policy import DEFAULT, Policy, check_policy
 from coat_jax.typing import Array, Float
 
@@ -151,12 +152,12 @@ def function(activation: Activation) -> Callable[..., jax.Array]:
     return FUNCTIONS[activation]
 
 
-def product_of(activation: Activation) -> Callable[..., jax.Array]:
+def product_of(activation: Activation) -> Rowwise:
     """activation(x), times a second x if there is one: a prologue of `recompute`."""
     f = function(activation)
 
-    def product(params, x, *up):
-        del params
+    def product(columns, rows, x, *up):
+        del columns, rows
         return f(x) * up[0] if up else f(x)
 
-    return product
+    return Rowwise(lambda *xs: [], product)

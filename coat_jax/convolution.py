@@ -174,7 +174,7 @@ def _before(params, x, *, norm, epsilon, activation, dtype=None):
     if norm is not None:
         if plain:
             params = [p if p is None else p.astype(x.dtype) for p in params]
-        x = norms.normalise(params, x, norm=norm, epsilon=epsilon).astype(x.dtype)
+        x = norms.function_of(norm, epsilon)(params, x).astype(x.dtype)
     if activation is not None:
         x = activations.function(activation)(x)
     return x if plain else x.astype(dtype)

@@ -83,11 +83,40 @@ def cast(x: jax.Array, format: Format) -> jax.Array:
       >>> [float(v) for v in cast(x, E4M3)]
       [0.3125, 448.0, -448.0, nan]
     """
+    return lax.optimization_barrier(unpinned(x, format))
+
+
+def unpinned(x: jax.Array, format: Format) -> jax.Array:
+    """`cast` without the pin: for bodies of kernels, into which XLA does not see.
+
+    Triton knows no barrier.
+    """
     x = x.astype(jnp.float32)
     # 0 x is NaN for Inf and NaN. Selecting a constant NaN instead would give `lax.scan`
     # an array of them, of x's shape and in float32, to make before the loop and keep.
     clipped = jnp.clip(x, -format.max, format.max) + 0.0 * x
-    return lax.optimization_barrier(clipped.astype(format.dtype))
+    return clipped.astype(format.dtype)
+
+
+def within(x: jax.Array, format: Format) -> jax.Array:
+    """`unpinned` of values that are NaN or at most half a step above `format.max`.
+
+    That is below 464 for E4M3 and 61440 for E5M2. They round to the maximum by
+    themselves, so that a kernel need not spend operations on clipping them.
+    """
+    return x.astype(jnp.float32).astype(format.dtype)
+
+
+def saturated(x: jax.Array, format: Format) -> jax.Array:
+    """`unpinned` of values among which Inf cannot be, or else NaN is beside it.
+
+    Inf becomes `format.max`. Where a scale is NaN if one of its values is Inf, as in
+    kernels, all of x is NaN then, and this saves operations of each element.
+    """
+    x = x.astype(jnp.float32)
+    # Comparisons, since Triton's minimum and maximum, and so its clip, drop NaN.
+    x = jnp.where(x > format.max, format.max, x)
+    return jnp.where(x < -format.max, -format.max, x).astype(format.dtype)
 
 
 def neighbours(x: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:

@@ -11,10 +11,10 @@ Under a policy that is `plain`, each is the ordinary composition, bit for bit.
 """
 
 from collections.abc import Sequence
-import functools
 
 from coat_jax import activations, attention, linear, norms, recompute
 from coat_jax.activations import Activation
+from coat_jax.kernels import dispatch
 from coat_jax.norms import Norm
 from coat_jax.policy import DEFAULT, Policy, check_policy
 from coat_jax.typing import Array, Float
@@ -73,7 +73,7 @@ def norm_linear(
         ys = linear.project(x, kernels, linear.last_axes(x.ndim, 1), policy)
     else:
         norms.check_norm("norm_linear", x, scale, bias)
-        run = functools.partial(norms.normalise, norm=norm, epsilon=epsilon)
+        run = norms.function_of(norm, epsilon)
         ys = recompute.recompute(run, [scale, bias], [x], kernels, policy=policy)
     pairs = zip(ys, biases, strict=True)
     return [linear.finish(y, b, None, x.dtype) for y, b in pairs]
@@ -196,6 +196,11 @@ def gated_mlp(
       (2, 32)
     """
     gate_bias, up_bias, down_bias = biases
+    if gate_bias is None and up_bias is None:
+        how = {"activation": activation, "policy": policy, **norm}
+        y = _chained(x, [gate, up], down, down_bias, **how)
+        if y is not None:
+            return linear.finish(y, down_bias, residual, x.dtype)
     pair = norm_linear(x, [gate, up], [gate_bias, up_bias], policy=policy, **norm)
     how = {"activation": activation, "policy": policy, "residual": residual}
     return act_linear(pair, down, down_bias, **how)
@@ -223,9 +228,56 @@ def mlp(
       (2, 32)
     """
     up_bias, down_bias = biases
+    if up_bias is None:
+        how = {"activation": activation, "policy": policy, **norm}
+        y = _chained(x, [up], down, down_bias, **how)
+        if y is not None:
+            return linear.finish(y, down_bias, residual, x.dtype)
     h = norm_linear(x, [up], [up_bias], policy=policy, **norm)
     how = {"activation": activation, "policy": policy, "residual": residual}
     return act_linear(h, down, down_bias, **how)
+
+
+def _chained(
+    x,
+    kernels,
+    down,
+    down_bias,
+    *,
+    activation,
+    policy,
+    norm="rms",
+    scale=None,
+    bias=None,
+    epsilon=1e-6,
+):
+    """The MLP but for its last bias and rounding, as one; None where it is two."""
+    check_policy("gated_mlp", policy)
+    _check_norm(norm, scale, bias)
+    if policy.plain or norm is None or not dispatch.worthwhile(x):
+        return None
+    if not _chainable(kernels, down, down_bias):
+        return None
+    for kernel in kernels:
+        linear.check_linear("gated_mlp", x, kernel, None, 1)
+    norms.check_norm("gated_mlp", x, scale, bias)
+    return recompute.chain(
+        norms.function_of(norm, epsilon),
+        activations.product_of(activation),
+        [scale, bias],
+        x,
+        kernels,
+        down,
+        policy=policy,
+    )
+
+
+def _chainable(kernels, down, down_bias) -> bool:
+    """Whether all are matrices that fit; of others `act_linear` says what is wrong."""
+    first = kernels[0]
+    flat = first.ndim == down.ndim == 2 and down.shape[0] == first.shape[1]
+    alike = all(kernel.shape == first.shape for kernel in kernels)
+    return flat and alike and (down_bias is None or down_bias.shape == down.shape[1:])
 
 
 def attention_linear(

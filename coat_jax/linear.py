@@ -15,7 +15,7 @@ to the second.
 from collections.abc import Sequence
 import functools
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import lax
@@ -23,10 +23,17 @@ from jax import numpy as jnp
 
 from coat_jax import matmul, residuals
 from coat_jax.matmul import Encoded
-from coat_jax.policy import DEFAULT, Policy, check_policy
+from coat_jax.policy import DEFAULT, Operand, Policy, check_policy
 from coat_jax.typing import Array, Float
 
 Keep = Literal["codes", "input"]
+
+
+class Scales(NamedTuple):
+    """Of the forward's operands, for the backward; None where it must look again."""
+
+    x: Any
+    kernels: list[Any]
 
 
 def fp8_dot_general(
@@ -68,19 +75,20 @@ def fp8_dot_general(
       The product, axes batch, lhs free, rhs free. With u_x and u_w the formats' unit
       roundoffs, and where no value is below its format's normal numbers,
       |y - lhs . rhs| <= (u_x + u_w + u_x u_w) |lhs| . |rhs|, plus the accumulation's
-      error and one rounding to bfloat16.
+      error and one rounding to bfloat16. Where the product of the two scales is below
+      2^-126, as of operands of 1e-20 each, the result is zero.
 
     Raises:
       TypeError: if an operand isn't bfloat16, float16 or float32.
 
-    Source: COAT (arXiv 2410.19313) section 5; scales as they are used, in float32,
-    where COAT's are bfloat16, and both backward products accumulate in float32.
+    Source: COAT (arXiv 2410.19313) section 5. Scales are powers of two where COAT's
+    are rounded to bfloat16, and both backward products accumulate in float32.
 
     Example:
       >>> x, w = jnp.full((16, 32), 0.3), jnp.full((32, 16), 2.0)
       >>> y = fp8_dot_general(x, w, (((1,), (0,)), ((), ())))
-      >>> round(float(y[0, 0]), 4)  # 0.3 is its own tensor's maximum, so it is exact
-      19.2
+      >>> round(float(y[0, 0]), 4)  # of four significant bits, 0.3125 is nearest to 0.3
+      20.0
     """
     check_policy("fp8_dot_general", policy)
     for name, array in (("lhs", lhs), ("rhs", rhs)):
@@ -243,29 +251,35 @@ def project(
     """
     typed = jax.typeof(x)
     how = {"dimension_numbers": dimension_numbers, "policy": policy}
-    how["dtype"] = typed.dtype
+    how["dtype"], rounded = typed.dtype, dtype or typed.dtype
     (contract, _), (batch, _) = dimension_numbers
     used = {axis % x.ndim for axis in (*contract, *batch)}
     free = tuple(axis for axis in range(x.ndim) if axis not in used)
 
     @jax.custom_vjp
     def dot(x, kernels):
-        wide = how | {"dtype": dtype or typed.dtype}
-        return products(x, kernels, out_sharding=out_sharding, **wide)
+        return forward(x, kernels)[0]
 
     def forward(x, kernels):
+        wide = how | {"dtype": rounded}
+        ys, scales = products(x, kernels, out_sharding=out_sharding, **wide)
         kept = x
         if keep == "codes":
             kept = _pack(matmul.encode(x, policy.x, free), policy)
-        return dot(x, kernels), (kept, kernels)
+            scales = scales._replace(x=None)  # it is beside the codes
+        return ys, (kept, kernels, scales)
 
     def backward(res, gs):
-        kept, kernels = res
+        kept, kernels, scales = res
+        gs = [
+            g.astype(rounded) for g in gs
+        ]  # exact: what is rounded has such gradients
         if keep == "codes":
             x_T = _unpack(kept, policy)
         else:
-            x_T = matmul.encode(kept, policy.x, free, after=token(gs[0], policy))
-        dx, dkernels = gradients(x_T, kernels, gs, typed=typed, **how)
+            after = token(gs[0], policy)
+            x_T = matmul.encode(kept, policy.x, free, after=after, scale=scales.x)
+        dx, dkernels = gradients(x_T, kernels, scales, gs, typed=typed, **how)
         return matmul.summed(dx, typed).astype(typed.dtype), dkernels
 
     dot.defvjp(forward, backward)
@@ -275,8 +289,7 @@ def project(
 def token(g, policy: Policy):
     """Something small that exists only once the gradient `g` does."""
     axes = tuple(range(g.ndim))
-    scale = matmul.encode(g, policy.g, axes).scale
-    return g if scale is None else scale
+    return g if policy.g.format is None else matmul.scale_of(g, policy.g, axes)
 
 
 def _pack(x: Encoded, policy: Policy):
@@ -297,24 +310,43 @@ def products(
     policy: Policy,
     dtype,
     out_sharding=None,
-) -> list[jax.Array]:
-    """x times each kernel in float32; x is encoded once."""
+) -> tuple[list[jax.Array], Scales]:
+    """x times each kernel in float32; x is encoded once, if it isn't yet. And scales."""
     (contract, _), _ = dimension_numbers
-    x_K, ys = matmul.encode(x, policy.x, tuple(contract)), []
+    encoded = isinstance(x, Encoded)
+    x_K = x if encoded else matmul.encode(x, policy.x, tuple(contract))
+    x, ys, scales = x_K.codes, [], []
     after = x if x_K.scale is None else x_K.scale
+    exact = policy.x.exact and policy.w.exact
     for kernel in kernels:
         kernel = apart(kernel, x, len(contract))
         dims = matmul.dims_of(x.ndim, kernel.ndim, dimension_numbers)
         # Not before x is there: XLA would encode the weights of all layers at once.
         w_K = matmul.encode_weight(kernel, policy.w, dims.rhs_contract, after=after)
-        how = {"dtype": dtype, "accumulation": policy.forward}
+        how = {"dtype": dtype, "accumulation": policy.forward, "exact": exact}
         ys.append(matmul.multiply(x_K, w_K, dims, out_sharding=out_sharding, **how))
-    return ys
+        scales.append(_scale_to_keep(w_K, policy.w))
+    return ys, Scales(_scale_to_keep(x_K, policy.x), scales)
+
+
+def _scale_to_keep(operand: Encoded, how: Operand):
+    # Scales of rows serve the sum over one axis only.
+    if operand.scale is None or how.scaling == "vector":
+        return None
+    return residuals.named_scale(operand.scale)
+
+
+class Gradient(NamedTuple):
+    """The gradient of a product's result, encoded for the two products that follow."""
+
+    dx: Encoded  # summed over what comes out
+    dw: Encoded  # summed over tokens
 
 
 def gradients(
     x_T: Encoded,
     kernels: Sequence[Any],
+    scales: Scales,
     gs: Sequence[Any],
     *,
     dimension_numbers,
@@ -327,31 +359,83 @@ def gradients(
     Args:
       x_T: the operand of dw = x^T g, encoded for a sum over x's free axes.
       kernels: as given to `products`.
+      scales: as `products` returned them.
       gs: the gradients of its results.
       dimension_numbers: as given to `products`.
       policy: as given to `products`.
       dtype: as given to `products`.
       typed: the type of x (`jax.typeof`).
     """
+    how = {"dimension_numbers": dimension_numbers, "policy": policy}
+    how |= {"dtype": dtype, "typed": typed}
+    gs = [
+        g if isinstance(g, Gradient) else encoded(g, kernel, **how)
+        for g, kernel in zip(gs, kernels, strict=True)
+    ]
+    dx = input_gradient(kernels, scales, gs, **how)
+    return dx, kernel_gradients(x_T, kernels, gs, **how)
+
+
+def encoded(g, kernel, *, dimension_numbers, policy: Policy, dtype, typed) -> Gradient:
+    """The gradient `g` of one kernel's result, for the two products that follow."""
+    del dtype
+    dims = _dims_of(kernel, typed, dimension_numbers)
+    (dx_dims, _), (dw_dims, _) = matmul.lhs_gradient(dims), matmul.rhs_gradient(dims)
+    both = dx_dims.lhs_contract, dw_dims.rhs_contract
+    return Gradient(*matmul.encode_twice(g, policy.g, *both))
+
+
+def _dims_of(parameter, typed, dimension_numbers):
+    kernel = apart(parameter, typed, len(dimension_numbers[0][0]))
+    return matmul.dims_of(typed.ndim, kernel.ndim, dimension_numbers)
+
+
+def input_gradient(
+    kernels: Sequence[Any],
+    scales: Scales,
+    gs: Sequence[Gradient],
+    *,
+    dimension_numbers,
+    policy: Policy,
+    dtype,
+    typed,
+) -> jax.Array:
+    """dx of `gradients`, from encoded gradients."""
     how = {"dtype": dtype, "accumulation": policy.backward}
-    parts, dkernels = [], []
+    how["exact"] = policy.g.exact and policy.w.exact
+    parts = []
+    for kernel, scale, g in zip(kernels, scales.kernels, gs, strict=True):
+        kernel = apart(kernel, typed, len(dimension_numbers[0][0]))
+        dims, order = matmul.lhs_gradient(_dims_of(kernel, typed, dimension_numbers))
+        after = g.dx.codes if g.dx.scale is None else g.dx.scale
+        w = matmul.encode_weight(
+            kernel, policy.w, dims.rhs_contract, after=after, scale=scale
+        )
+        parts.append(matmul.gradient(g.dx, w, dims, order, typed, **how))
+    return functools.reduce(jnp.add, parts)
+
+
+def kernel_gradients(
+    x_T: Encoded,
+    kernels: Sequence[Any],
+    gs: Sequence[Gradient],
+    *,
+    dimension_numbers,
+    policy: Policy,
+    dtype,
+    typed,
+) -> list[jax.Array]:
+    """Each kernel's gradient of `gradients`, from encoded gradients."""
+    how = {"dtype": dtype, "accumulation": policy.backward}
+    how["exact"] = policy.x.exact and policy.g.exact
+    found = []
     for parameter, g in zip(kernels, gs, strict=True):
-        kernel = apart(parameter, typed, len(dimension_numbers[0][0]))
-        dims = matmul.dims_of(typed.ndim, kernel.ndim, dimension_numbers)
-        dx_dims, dx_order = matmul.lhs_gradient(dims)
-        g_N = matmul.encode(g, policy.g, dx_dims.lhs_contract)
-        after = g if g_N.scale is None else g_N.scale
-        w_N = matmul.encode_weight(kernel, policy.w, dx_dims.rhs_contract, after=after)
-        parts.append(matmul.gradient(g_N, w_N, dx_dims, dx_order, typed, **how))
-        dw_dims, dw_order = matmul.rhs_gradient(dims)
-        # One scale for all is the same encoding whichever axes are summed over.
-        vector = policy.g.scaling == "vector"
-        g_T = matmul.encode(g, policy.g, dw_dims.rhs_contract) if vector else g_N
-        to = jax.typeof(kernel)
-        dkernel = matmul.gradient(x_T, g_T, dw_dims, dw_order, to, **how)
+        dims, order = matmul.rhs_gradient(_dims_of(parameter, typed, dimension_numbers))
+        kernel = jax.typeof(apart(parameter, typed, len(dimension_numbers[0][0])))
+        dkernel = matmul.gradient(x_T, g.dw, dims, order, kernel, **how)
         dkernel = matmul.summed(dkernel.reshape(parameter.shape), jax.typeof(parameter))
-        dkernels.append(dkernel.astype(parameter.dtype))
-    return functools.reduce(jnp.add, parts), dkernels
+        found.append(dkernel.astype(parameter.dtype))
+    return found
 
 
 def check_linear(who: str, x, kernel, bias, contract: int) -> None:

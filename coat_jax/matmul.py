@@ -15,6 +15,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from coat_jax.formats import Format, cast
+from coat_jax.kernels import dispatch
+from coat_jax.kernels import encode as encoding
 from coat_jax.policy import Accumulation, Operand
 from coat_jax.quantize import TINY, largest
 
@@ -26,7 +28,8 @@ class Encoded(NamedTuple):
     """An operand: values = codes * scale.
 
     codes: FP8, or the values themselves (then scale is None). scale: float32, of the
-    codes' rank, 1 along every axis that shares a scale.
+    codes' rank, 1 along every axis that shares a scale; a power of two where
+    `Operand.exact`.
     """
 
     codes: Any
@@ -70,33 +73,115 @@ def _axis(axis, ndim: int) -> int:
 
 
 def encode(
-    x: jax.Array, operand: Operand, contract: tuple[int, ...], *, after=None
+    x: jax.Array,
+    operand: Operand,
+    contract: tuple[int, ...],
+    *,
+    after=None,
+    scale=None,
+    fused: bool = False,
 ) -> Encoded:
     """`x` as an operand of a product that sums over its axes `contract`.
 
     codes = cast(x / scale),  scale = max(max|x| / format.max, 2^-126), the maximum
-    over what shares the scale. NaN or Inf there makes the scale and all under it NaN.
+    over what shares the scale, and rounded up to a power of two where `operand.exact`:
+    then neither dividing by it nor multiplying the product by it rounds. NaN or Inf
+    there makes the scale and all under it NaN. `scale` itself may be given instead.
 
     With `after`, an array, the codes cannot exist before it (`tied`). A backward that
     encodes what its forward had encoded needs that: XLA would see one value computed
     twice and keep the forward's codes, for weights a byte a parameter in every layer.
+
+    `fused` says that x isn't in memory, but is made by what XLA can fuse with this.
     """
     if operand.format is None:
         return Encoded(x, None)
+    scale = _scale_for(x, operand, contract, after, scale)
+    if fused:
+        return Encoded(cast(x.astype(jnp.float32) / scale, operand.format), scale)
+    codes, codes_T = _codes(x, scale, operand, contract, both=False)
+    return Encoded(codes if codes_T is None else codes_T, scale)
+
+
+def _scale_for(x, operand: Operand, contract, after, scale):
+    """The scale, given or found, tied to `after` if that is given."""
+    if scale is None:
+        scale = scale_of(x, operand, contract)
+    if after is None:
+        return scale
+    # Codes and scale both change sign then, and the values stay what they are.
+    return tied(scale, after, instead=-scale)
+
+
+def encode_twice(
+    x: jax.Array,
+    operand: Operand,
+    contract: tuple[int, ...],
+    leading: tuple[int, ...],
+) -> tuple[Encoded, Encoded]:
+    """`x` as an operand of two products: sums over `contract`, and over `leading`."""
+    if operand.format is None or operand.scaling == "vector":
+        return encode(x, operand, contract), encode(x, operand, leading)
+    # One scale for all is the same encoding whichever axes are summed over.
+    scale = scale_of(x, operand, contract)
+    codes, codes_T = _codes(x, scale, operand, leading, both=True)
+    return Encoded(codes, scale), Encoded(codes if codes_T is None else codes_T, scale)
+
+
+def _codes(x, scale, operand: Operand, contract, *, both: bool):
+    """Codes for a sum over the last axes, or any, and for one over the first axes.
+
+    A product wants the axis that it sums over innermost. A kernel writes the codes that
+    way at once; XLA would make them as x lies, and transpose them in another pass.
+    """
+    rows = len(contract)
+    first = 0 < rows < x.ndim and tuple(contract) == tuple(range(rows))
+    if not (first and operand.exact and scale.size == 1 and dispatch.worthwhile(x)):
+        return cast(x.astype(jnp.float32) / scale, operand.format), None
+    codes, codes_T = encoding.encode(
+        x, scale, format=operand.format, rows=rows, codes=both, transposed=True
+    )
+    back = (*range(x.ndim - rows, x.ndim), *range(x.ndim - rows))
+    return codes, codes_T.transpose(back)
+
+
+def scale_of(x: jax.Array, operand: Operand, contract: tuple[int, ...]) -> jax.Array:
+    """The scale with which `encode` encodes `x`."""
     axes = contract if operand.scaling == "vector" else tuple(range(x.ndim))
     if operand.scaling == "group" and x.size:
         scale = _group_scaling(x, operand.format)
     else:
-        scale = largest(x, axes) / operand.format.max
-    scale = jnp.maximum(jnp.where(jnp.isinf(scale), jnp.nan, scale), TINY)
-    if after is not None:
-        # Codes and scale both change sign then, and the values stay what they are.
-        scale = tied(scale, after, instead=-scale)
-    return Encoded(cast(x.astype(jnp.float32) / scale, operand.format), scale)
+        return scale_from(largest(x, axes), operand)
+    return jnp.maximum(jnp.where(jnp.isfinite(scale), scale, jnp.nan), TINY)
+
+
+def scale_from(amax: jax.Array, operand: Operand) -> jax.Array:
+    """The scale for values up to `amax`, float32, of one tensor or its rows."""
+    scale = amax / operand.format.max
+    scale = power_of_two(scale) if operand.exact else scale
+    return jnp.maximum(jnp.where(jnp.isfinite(scale), scale, jnp.nan), TINY)
+
+
+def power_of_two(x: jax.Array) -> jax.Array:
+    """The smallest power of two at or above x >= 0, float32; Inf and NaN stay.
+
+    Example:
+      >>> power_of_two(jnp.array([0.3, 4.0, 5.0])).tolist()
+      [0.5, 4.0, 8.0]
+    """
+    mantissa = jnp.int32(0x7FFFFF)
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    up = lax.bitcast_convert_type((bits + mantissa) & ~mantissa, jnp.float32)
+    return jnp.where(jnp.isfinite(x), up, x)
 
 
 def encode_weight(
-    kernel: jax.Array, operand: Operand, contract: tuple[int, ...], *, after
+    kernel: jax.Array,
+    operand: Operand,
+    contract: tuple[int, ...],
+    *,
+    after,
+    scale=None,
 ) -> Encoded:
     """`encode` for a parameter, whose codes lie in memory as the parameter does.
 
@@ -104,11 +189,12 @@ def encode_weight(
     wish back to the parameter, and where layers are scanned copies the parameters of
     all of them into that order before the loop. So the codes are transposed instead.
     """
-    codes, scale = encode(kernel, operand, contract, after=after)
-    if scale is not None:
-        order = Layout(major_to_minor=tuple(range(codes.ndim)))
-        codes = with_layout_constraint(codes, order)
-    return Encoded(codes, scale)
+    if operand.format is None:
+        return Encoded(kernel, None)
+    scale = _scale_for(kernel, operand, contract, after, scale)
+    codes = cast(kernel.astype(jnp.float32) / scale, operand.format)
+    order = Layout(major_to_minor=tuple(range(codes.ndim)))
+    return Encoded(with_layout_constraint(codes, order), scale)
 
 
 def tied(
@@ -149,13 +235,18 @@ def multiply(
     *,
     dtype,
     accumulation: Accumulation,
+    exact: bool = False,
     out_sharding=None,
 ) -> jax.Array:
     """The product in float32: axes batch, lhs free, rhs free, as `lax.dot_general`.
 
     Codes are multiplied to bfloat16 where `dtype`, the caller's, is bfloat16 (cuBLASLt
-    is a fifth slower with float32 output), else to float32; the scales are applied to
-    that in float32, one after the other, since their product may underflow.
+    is a fifth slower with float32 output), else to float32.
+
+    With `exact`, both operands' scales are powers of two. If there is one of each, the
+    product is multiplied by theirs as it is: cuBLASLt does that before it rounds, and
+    no pass over the result is left. Products below 2^-126 of all codes' are zero then.
+    Other scales are applied in float32, one after the other.
     """
     precision = _PRECISION[accumulation]
     wide = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
@@ -173,14 +264,13 @@ def multiply(
         precision=precision,
         preferred_element_type=wide,
         out_sharding=out_sharding,
-    ).astype(jnp.float32)
-    if lhs.scale is not None and rhs.scale is not None:
-        y = (
-            y
-            * _lhs_scale(lhs.scale, dims, y.ndim)
-            * _rhs_scale(rhs.scale, dims, y.ndim)
-        )
-    return y
+    )
+    if lhs.scale is None or rhs.scale is None:
+        return y.astype(jnp.float32)
+    scales = _lhs_scale(lhs.scale, dims, y.ndim), _rhs_scale(rhs.scale, dims, y.ndim)
+    if exact and not any(scale.ndim for scale in scales):
+        return (y * math.prod(scales).astype(wide)).astype(jnp.float32)
+    return y.astype(jnp.float32) * scales[0] * scales[1]
 
 
 def too_small(lhs_shape, rhs_shape, dims: Dims) -> bool:
@@ -242,11 +332,11 @@ def summed(cotangent: jax.Array, primal) -> jax.Array:
       cotangent: what one device has of it.
       primal: the type (`jax.typeof`) of what it is the gradient of.
     """
-    extra = _varying(jax.typeof(cotangent)) - _varying(primal)
+    extra = varying(jax.typeof(cotangent)) - varying(primal)
     return lax.psum(cotangent, tuple(sorted(extra))) if extra else cotangent
 
 
-def _varying(typed) -> frozenset[str]:
+def varying(typed) -> frozenset[str]:
     """The axes of a `shard_map` over which devices hold different values."""
     manual = getattr(typed, "mat", None)  # as jax 0.12 has it; it was `vma` before
     return getattr(typed, "vma", frozenset()) if manual is None else manual.varying
@@ -261,7 +351,7 @@ def gradient(lhs: Encoded, rhs: Encoded, dims: Dims, order, primal, **how) -> ja
       dims: as `multiply` takes them.
       order: which axis of `primal` each axis of the product is.
       primal: the type (`jax.typeof`) of what it is the gradient of.
-      **how: dtype and accumulation, as `multiply` takes them.
+      **how: dtype, accumulation and exact, as `multiply` takes them.
     """
     sharding = primal.sharding
     if AxisType.Explicit in sharding.mesh.axis_types:

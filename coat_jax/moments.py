@@ -3,11 +3,12 @@
 import dataclasses
 import fnmatch
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 import zlib
 
 import jax
 from jax import numpy as jnp
+import numpy as np
 
 from coat_jax import groups
 from coat_jax.expand import STEPS, Expanded, expand_dequantize, expand_quantize
@@ -98,6 +99,26 @@ class Storage:
         return not any(fnmatch.fnmatchcase(path, pattern) for pattern in self.keep)
 
 
+class Layer(NamedTuple):
+    """What an array is of a leaf in which layers are stacked along the first axis.
+
+    Attributes:
+      index: which of them, an int32 scalar.
+      count: how many there are.
+    """
+
+    index: Any
+    count: int
+
+    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the leaf, from that of one layer's array."""
+        return (self.count, *shape)
+
+    def start(self, size: int) -> jax.Array:
+        """The index in the leaf, modulo 2^32, of the array's first element."""
+        return jnp.asarray(self.index, jnp.uint32) * np.uint32(size & 0xFFFFFFFF)
+
+
 def check_storage(who: str, storage) -> None:
     """Raises a TypeError unless `storage` is a Storage."""
     if not isinstance(storage, Storage):
@@ -138,7 +159,13 @@ def init_moments(params, storage: Storage, kind: Kind) -> Expanded:
 
 
 def encode_moments(
-    moments, storage: Storage, kind: Kind, *, step=None, stochastic: bool = False
+    moments,
+    storage: Storage,
+    kind: Kind,
+    *,
+    step=None,
+    stochastic: bool = False,
+    layer: Layer | None = None,
 ) -> Expanded:
     """Float32 moments into their storage.
 
@@ -148,6 +175,8 @@ def encode_moments(
       kind: "m" or "v".
       step: int32 scalar; with `stochastic`, the seed beside a leaf's path and index.
       stochastic: round each value to one of the two codes around it, right on average.
+      layer: of stacked leaves, if `moments` are those of one layer: what is stored is
+        then that layer of what would be stored of the whole.
 
     Returns:
       Expanded whose three fields are trees with the structure of `moments`.
@@ -155,11 +184,12 @@ def encode_moments(
     format = storage.format_of(kind)
 
     def encode(path, x):
-        if not storage.compresses(path, x.shape):
+        if not storage.compresses(path, layer.whole(x.shape) if layer else x.shape):
             return _kept(x, x.shape)
         noise = None
         if stochastic:
-            noise = uniform(fold(step, zlib.crc32(path.encode())), x.shape)
+            start = layer.start(x.size) if layer else 0
+            noise = uniform(fold(step, zlib.crc32(path.encode())), x.shape, start)
         return expand_quantize(
             x,
             format=format,

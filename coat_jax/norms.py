@@ -7,6 +7,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from coat_jax import recompute
+from coat_jax.kernels.prologue import Rowwise
 from coat_jax.policy import DEFAULT, Policy, check_policy
 from coat_jax.typing import Array, Float
 
@@ -87,7 +88,7 @@ def layer_norm(
 def _normalise(norm: Norm, x, scale, bias, epsilon, policy: Policy):
     check_policy(f"{norm}_norm", policy)
     check_norm(f"{norm}_norm", x, scale, bias)
-    plain = functools.partial(normalise, norm=norm, epsilon=epsilon)
+    plain = function_of(norm, epsilon)
     if policy.plain or policy.kept.format is None:
         # Flax brings parameters to the compute dtype first.
         params = [p if p is None else p.astype(x.dtype) for p in (scale, bias)]
@@ -96,21 +97,37 @@ def _normalise(norm: Norm, x, scale, bias, epsilon, policy: Policy):
     return y.astype(x.dtype)
 
 
-def normalise(params, x, *, norm: Norm, epsilon: float):
-    """The norm itself, in at least float32; params are scale and bias, or None each.
+def function_of(norm: Norm, epsilon: float) -> Rowwise:
+    """The norm itself, in at least float32, of [scale, bias], or None each, and x.
 
     The order of operations is Flax's, so that plain results are its bits.
     """
-    scale, bias = params
-    dtype = x.dtype if x.dtype.itemsize > 4 else jnp.float32
-    # Two casts, as Flax has: a narrow x then gets the sum of two rounded gradients.
-    wide, y = x.astype(dtype), x.astype(dtype)
-    square = jnp.mean(lax.square(wide), axis=-1, keepdims=True)
-    if norm == "layer":
-        mean = jnp.mean(wide, axis=-1, keepdims=True)
-        square = jnp.maximum(0.0, square - lax.square(mean))
-        y = y - mean
-    factor = lax.rsqrt(square + epsilon)
+    return Rowwise(
+        functools.partial(_statistics, norm=norm, epsilon=epsilon), _normalised
+    )
+
+
+def _widened(x):
+    return x.astype(x.dtype if x.dtype.itemsize > 4 else jnp.float32)
+
+
+def _statistics(x, *, norm: Norm, epsilon: float):
+    """1 / sqrt(mean square + epsilon), behind it the mean if that is subtracted."""
+    x = _widened(x)
+    square = jnp.mean(lax.square(x), axis=-1, keepdims=True)
+    if norm == "rms":
+        return [lax.rsqrt(square + epsilon)]
+    mean = jnp.mean(x, axis=-1, keepdims=True)
+    square = jnp.maximum(0.0, square - lax.square(mean))
+    return [lax.rsqrt(square + epsilon), mean]
+
+
+def _normalised(params, rows, x):
+    # Its own cast, as Flax has it: a narrow x then gets the sum of two rounded
+    # gradients.
+    (scale, bias), (factor, *mean) = params, rows
+    y = _widened(x)
+    y = y - mean[0] if mean else y
     if scale is not None:
         factor = factor * _rows(scale, y)
     y = y * factor
@@ -119,7 +136,7 @@ def normalise(params, x, *, norm: Norm, epsilon: float):
 
 def _rows(param, x):
     """A parameter of the last axis, ready to meet x."""
-    return param.astype(x.dtype).reshape((1,) * (x.ndim - 1) + param.shape)
+    return param.astype(x.dtype).reshape((1,) * (x.ndim - 1) + param.shape[-1:])
 
 
 def check_norm(who: str, x, scale, bias) -> None:

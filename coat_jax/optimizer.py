@@ -2,14 +2,15 @@
 
 import operator
 from typing import Any, NamedTuple
-import zlib
 
 import jax
 from jax import numpy as jnp
 import optax
 
+from coat_jax.adam_step import Hyper, Link, Part, new_params
 from coat_jax.expand import Expanded
 from coat_jax.formats import of_dtype
+from coat_jax.kernels.dispatch import Implementation
 from coat_jax.moments import (
     Storage,
     check_storage,
@@ -18,7 +19,6 @@ from coat_jax.moments import (
     init_moments,
     leaf_path,
 )
-from coat_jax.rounding import fold, random_bits, stochastic_bfloat16
 
 
 class ScaleByFp8AdamState(NamedTuple):
@@ -101,8 +101,8 @@ def scale_by_fp8_adam(
         mu, nu = (init_moments(params, storage, kind) for kind in ("m", "v"))
         return ScaleByFp8AdamState(jnp.zeros([], jnp.int32), mu, nu)
 
-    def update(updates, state, params=None):
-        del params
+    def update(updates, state, params=None, *, coat_jax_layer=None, **extra):
+        del params, extra
         _check_state(state)
         updates = jax.tree.map(jnp.asarray, updates)
         _check_gradients(updates, state.mu.codes)
@@ -115,12 +115,13 @@ def scale_by_fp8_adam(
         new: Any  # optax types every state as a tree of arrays
         out, new = adam.update(grads, moments)
         out = jax.tree.map(lambda u, g: u.astype(g.dtype), out, updates)
-        mu = encode_moments(new.mu, storage, "m")
+        mu = encode_moments(new.mu, storage, "m", layer=coat_jax_layer)
         nu = jax.tree.map(_saturate, new.nu, state.nu.codes)
-        nu = encode_moments(nu, storage, "v", step=new.count, stochastic=stochastic)
+        how = {"step": new.count, "stochastic": stochastic}
+        nu = encode_moments(nu, storage, "v", **how, layer=coat_jax_layer)
         return out, ScaleByFp8AdamState(new.count, mu, _diverged_with(mu, nu))
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def fp8_adamw(
@@ -173,12 +174,13 @@ def fp8_adamw(
     """
     scalars = {"learning_rate": learning_rate, "weight_decay": weight_decay}
     _check_hyperparams("fp8_adamw", **scalars)
-    inner = optax.chain(
-        scale_by_fp8_adam(b1, b2, eps, eps_root, nesterov=nesterov, storage=storage),
-        optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(learning_rate),
-    )
-    return _with_fused_path(inner)
+    hyper = Hyper(learning_rate, b1, b2, eps, eps_root, weight_decay)
+
+    def adam(hyper: Hyper):
+        betas = (hyper.b1, hyper.b2, hyper.eps, hyper.eps_root)
+        return scale_by_fp8_adam(*betas, nesterov=nesterov, storage=storage)
+
+    return _with_fused_path(Link(hyper, mask, nesterov, storage, adam))
 
 
 def fp8_adam(
@@ -227,57 +229,37 @@ def _diverged_with(mu: Expanded, nu: Expanded) -> Expanded:
 class _Request:
     """Asks `fp8_adamw`, through a chain's extra arguments, for new parameters.
 
-    They are left here, and the updates returned as always: only if those very arrays
-    come out of `tx.update` was `fp8_adamw` the last link. Whatever else a wrapper or a
-    link behind it does with the updates, it does to arrays.
+    They are left here and returned in place of updates: only if those very arrays come
+    out of `tx.update` was `fp8_adamw` the last link. Whatever else a wrapper or a link
+    behind it does with the updates, it does to arrays.
     """
 
-    def __init__(self, key):
+    def __init__(self, key, implementation: Implementation, part: Part | None = None):
         self.key = key
-        self.params = self.updates = None
+        self.implementation: Implementation = implementation
+        self.part = part
+        self.params = None
 
     def answered_by(self, updates) -> bool:
         if self.params is None:
             return False
-        own, treedef = jax.tree.flatten(self.updates)
+        own, treedef = jax.tree.flatten(self.params)
         got, got_treedef = jax.tree.flatten(updates)
         return got_treedef == treedef and all(map(operator.is_, got, own))
 
 
-def _with_fused_path(inner) -> optax.GradientTransformationExtraArgs:
+def _with_fused_path(link: Link) -> optax.GradientTransformationExtraArgs:
+    inner = link.chain()
+
     def update(updates, state, params: Any = None, *, coat_jax_fused=None, **extra):
         if coat_jax_fused is None:
             return inner.update(updates, state, params, **extra)
         request = coat_jax_fused
-        if request.key is None:
-            out, state = inner.update(updates, state, params, **extra)
-            new = optax.apply_updates(params, out)
-        else:
-            # Neither the update nor the decay is rounded to bfloat16 on the way.
-            wide = lambda tree: jax.tree.map(_at_least_float32, tree)
-            out, state = inner.update(wide(updates), state, wide(params), **extra)
-            new = _apply_stochastic(params, out, request.key)
-        request.updates, request.params = out, new
-        return out, state
+        how = request.key, request.implementation, request.part
+        request.params, state = new_params(link, updates, state, params, *how)
+        return request.params, state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
-
-
-def _at_least_float32(x):
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def _apply_stochastic(params, updates, key):
-    words = jax.random.bits(key, (2,))
-
-    def apply(key_path, p, u):
-        new = _at_least_float32(p) + u
-        if p.dtype != jnp.bfloat16:
-            return new.astype(p.dtype)
-        seed = fold(words[0], words[1], zlib.crc32(leaf_path(key_path).encode()))
-        return stochastic_bfloat16(new, random_bits(seed, p.shape))
-
-    return jax.tree_util.tree_map_with_path(apply, params, updates)
 
 
 def apply_fused(
@@ -287,18 +269,23 @@ def apply_fused(
     params: optax.Params,
     *,
     key: jax.Array | None = None,
+    implementation: Implementation = None,
     **extra: Any,
 ) -> tuple[Any, Any]:
     """One step of `fp8_adamw` that returns new parameters instead of updates.
 
     Equal to `tx.update` followed by `optax.apply_updates`: bit for bit if both are
-    wholly under one jit and no key is given. optax's contract writes the updates to
-    memory and reads them again; here that pass can be fused away.
+    wholly under one jit, no key is given and no kernel runs. optax's contract writes
+    the updates to memory and reads them again; here that pass can be fused away.
+
+    A kernel's step is float32 throughout, rounded once to the parameters' dtype. From
+    equal state at most 1e-4 of its codes differ from XLA's, by one step; moments below
+    1.18e-38 count as zero.
 
     With a key, bfloat16 parameters are rounded stochastically from the float32 result,
     so that changes below half their spacing (a relative 2^-9) are not lost but right
-    on average. The bits depend on key, path and global index, not on the sharding.
-    Other parameters are rounded to nearest.
+    on average. The bits depend on key, step, path and global index, whatever the
+    sharding. Other parameters are rounded to nearest.
 
     Args:
       tx: `fp8_adamw(...)`, alone or as the last link of `optax.chain`, bare or made by
@@ -307,6 +294,8 @@ def apply_fused(
       state: from `tx.init` or the last call.
       params: parameters.
       key: a JAX random key, another one each step, for stochastic rounding.
+      implementation: None: on NVIDIA GPUs one kernel a leaf whose moments are in FP8,
+        elsewhere XLA. "xla", or "pallas", "triton" or "mosaic" for a kernel.
       **extra: passed to `tx.update`, as other links may want.
 
     Returns:
@@ -330,12 +319,56 @@ def apply_fused(
         raise ValueError("apply_fused: params must be the parameters, got None")
     if not _ends_in_fp8_adam(state):
         raise ValueError(_NOT_FUSABLE.format(type(state).__name__))
-    request = _Request(key)
+    request = _Request(key, implementation)
+    return _answer(tx, grads, state, params, request, **extra)
+
+
+def apply_to_part(
+    tx: optax.GradientTransformation,
+    grads: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params,
+    *,
+    part: Part,
+    key: jax.Array | None = None,
+    implementation: Implementation = None,
+) -> tuple[Any, Any]:
+    """`apply_fused` on some leaves of a tree, or on one layer of stacked leaves.
+
+    Args:
+      tx: one whose state passes `check_needs_no_others`.
+      grads: the leaves' gradients, or those of one layer.
+      state: the state without the other leaves, so that its trees are like `params`.
+      params: the leaves, under the paths that they have in the whole tree.
+      part: what they are part of.
+      key: as in `apply_fused`.
+      implementation: as in `apply_fused`.
+
+    Returns:
+      New parameters and state; of stacked leaves only `part.layer` is changed. Counts
+      are one step on, whatever the part: a step takes them from one of its parts.
+    """
+    return _answer(tx, grads, state, params, _Request(key, implementation, part))
+
+
+def _answer(tx, grads, state, params, request: _Request, **extra):
     update = optax.with_extra_args_support(tx).update
     out, new = update(grads, state, params, coat_jax_fused=request, **extra)
     if not request.answered_by(out):
         raise ValueError(_NOT_FUSABLE.format(type(state).__name__))
     return request.params, new
+
+
+def check_needs_no_others(who: str, state) -> None:
+    """Raises unless it is of `fp8_adamw`, whose leaves need nothing of each other."""
+    if not _is_fp8_adam(state):
+        raise ValueError(
+            f"{who}: tx must be fp8_adamw(...), bare or under inject_hyperparams, but "
+            f"the state is that of something else ({type(state).__name__}). Another "
+            "link of a chain, such as optax.clip_by_global_norm, may need all "
+            "gradients at once, and here they never are. Leave it out, or take the "
+            "ordinary step with coat_jax.apply_fused"
+        )
 
 
 _NOT_FUSABLE = (
@@ -349,15 +382,28 @@ _NOT_FUSABLE = (
 def _ends_in_fp8_adam(state) -> bool:
     """Whether the last link of a (nested) chain has the state of `fp8_adamw`."""
     while True:
-        if hasattr(state, "hyperparams") and hasattr(state, "inner_state"):
-            state = state.inner_state  # inject_hyperparams
+        if _is_fp8_adam(state):
+            return True
+        if _is_injected(state):
+            state = state.inner_state
         if type(state) is not tuple or not state:
             return False
-        last = (optax.EmptyState, optax.ScaleByScheduleState)
-        first = isinstance(state[0], ScaleByFp8AdamState)
-        if first and len(state) == 3 and isinstance(state[2], last):
-            return True
         state = state[-1]
+
+
+def _is_injected(state) -> bool:
+    """Whether it is a state of `optax.inject_hyperparams`."""
+    return hasattr(state, "hyperparams") and hasattr(state, "inner_state")
+
+
+def _is_fp8_adam(state) -> bool:
+    """Whether it is the state of `fp8_adamw`, bare or under inject_hyperparams."""
+    if _is_injected(state):
+        state = state.inner_state
+    if type(state) is not tuple or len(state) != 3:
+        return False
+    last = (optax.EmptyState, optax.ScaleByScheduleState)
+    return isinstance(state[0], ScaleByFp8AdamState) and isinstance(state[2], last)
 
 
 # Which Python numbers a hyperparameter may be, as (test, words); traced ones are free.

@@ -36,12 +36,13 @@ class Operand:
     Attributes:
       format: of its codes; None leaves the operand in its own dtype.
       scaling: of the values before they are rounded.
-        "tensor": one scale, max|x| / format.max, of this very tensor.
+        "tensor": one scale, max|x| / format.max, of this very tensor, rounded up to a
+          power of two, by which scaling is exact.
         "group": COAT's Group Scaling. The same scale from maxima in two stages, of
           which the first, over 16 neighbours, is rounded to bfloat16 as COAT stores it.
-        "vector": one scale for each row of the product's operand, that is the maximum
-          over the contracted axes: per token and per output channel in the forward.
-          The scales multiply the product, which is exact.
+        "vector": one such scale for each row of the product's operand, that is from
+          the maximum over the contracted axes: per token and per output channel in
+          the forward. The scales multiply the product.
     """
 
     format: Format | None = E4M3
@@ -50,6 +51,11 @@ class Operand:
     def __post_init__(self):
         _require_format("Operand", self.format)
         _require_choice("Operand", "scaling", self.scaling, Scaling.__args__)
+
+    @property
+    def exact(self) -> bool:
+        """Whether scales are powers of two."""
+        return self.scaling != "group"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,4 +168,12 @@ PAPER = Policy(
 )
 # The least memory: attention, too, keeps codes, and its forward runs twice.
 LEAN = Policy(attention=Kept(in_forward=True))
-PRESETS = {"bf16": BF16, "default": DEFAULT, "lean": LEAN, "paper": PAPER}
+# FP8 for memory alone: what layers keep is FP8, products are of the layer's own dtype.
+MEMORY = Policy(x=_OFF, w=_OFF, g=_OFF)
+PRESETS = {
+    "bf16": BF16,
+    "default": DEFAULT,
+    "lean": LEAN,
+    "memory": MEMORY,
+    "paper": PAPER,
+}

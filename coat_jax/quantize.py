@@ -9,9 +9,13 @@ import numpy as np
 
 from coat_jax import groups
 from coat_jax.formats import E4M3, Format, cast, of_dtype
+from coat_jax.kernels import dispatch
+from coat_jax.kernels import encode as encoding
+from coat_jax.kernels import quantize as grouped
+from coat_jax.kernels.dispatch import Implementation
+from coat_jax.kernels.quantize import TINY as TINY
+from coat_jax.kernels.quantize import scale_of
 from coat_jax.typing import Array, Float, Float32
-
-TINY = float(jnp.finfo(jnp.float32).tiny)  # below it XLA may flush to zero
 
 
 class Quantized(NamedTuple):
@@ -32,10 +36,14 @@ def quantize(
     format: Format = E4M3,
     group: int | None = 128,
     axis: int = -1,
+    implementation: Implementation = None,
 ) -> Quantized:
     """Stores `x` in `format`, each group of `group` elements along `axis` with a scale.
 
-    For each group g,  scale_g = max|x_g| / format.max,  codes_g = cast(x_g / scale_g).
+    For each group g,
+
+        scale_g = max|x_g| / format.max,  codes_g = cast(x_g (1 / scale_g)).
+
     COAT (arXiv 2410.19313) section 3, without expansion. Unlike COAT, the scale is
     kept in float32 as it was used, and has a floor (the smallest normal float32)
     instead of an added epsilon: an all-zero group stays zero, no other value moves.
@@ -46,16 +54,22 @@ def quantize(
       group: elements per scale along `axis`, the last group being short where `axis`
         is no multiple; None: one scale for the whole array.
       axis: the grouped axis. A scalar counts as one group of one.
+      implementation: None: on CUDA a kernel, for large arrays in groups of 16, 32, 64,
+        128 or 256 that fill the last axis, or under one scale, and XLA elsewhere.
+        "xla", "triton" or "mosaic": that one, on a CPU in Pallas's interpret mode;
+        "pallas": the better of the two that this JAX has. All give the same bits.
 
     Returns:
       Quantized, x.size + 4 * scale.size bytes. With s the scale of x's group,
-      |dequantize(q) - x| <= max(format.relative * |x|, format.absolute * s)(1 + 2^-20),
+      |dequantize(q) - x| <= max(format.relative * |x|, format.absolute * s)(1 + 2^-18),
       but magnitudes below 1.18e-38, the smallest normal float32, count as zero.
       NaN or Inf anywhere in a group makes the whole group NaN.
 
     Raises:
       TypeError: if x is not a real floating-point array.
-      ValueError: if group < 1 or axis is out of range.
+      ValueError: if group < 1 or axis is out of range, or if `implementation` names a
+        kernel that can't take these arguments; it says why.
+      NotImplementedError: if this JAX lacks the backend that it names.
 
     Example:
       >>> import jax.numpy as jnp
@@ -63,20 +77,24 @@ def quantize(
       >>> [float(v) for v in dequantize(q, group=4)]
       [0.1015625, -3.0, 448.0]
     """
-    x = as_float32(x, "quantize")
+    x = _as_float(x, "quantize")
     check_format("quantize", format)
     axis = check_group("quantize", x.shape, group, axis)
+    if implementation is None and not dispatch.worthwhile(x):
+        implementation = "xla"
+    how = {"format": format, "implementation": implementation}
     if group is None:
-        scale = _scale(largest(x, tuple(range(x.ndim))), format)
-        return Quantized(cast(x / scale, format), scale)
+        scale = scale_of(largest(x, tuple(range(x.ndim))), format)
+        return Quantized(encoding.encode(x, scale, **how)[0], scale)
     if x.ndim == 0 or x.size == 0:
-        return Quantized(*_edge(x, format, group, axis))
-    x_N = jnp.moveaxis(x, axis, -1)
-    blocks = groups.blocks_of(x_N.shape[-1], int(group))
-    x_BC = groups.split(x_N, blocks)
-    amax_G = groups.reduce(jnp.abs(x_BC), blocks, op=jnp.max, neutral=0.0)
-    scale_G = _scale(amax_G, format)
-    codes_N = groups.merge(cast(x_BC / groups.spread(scale_G, blocks), format))
+        return Quantized(*_edge(x.astype(jnp.float32), format, group, axis))
+    last = axis == x.ndim - 1
+    codes_N, scale_G = grouped.quantize(
+        jnp.moveaxis(x, axis, -1),
+        group=int(group),
+        refusal=None if last else "kernels group the last axis alone",
+        **how,
+    )
     return Quantized(jnp.moveaxis(codes_N, -1, axis), jnp.moveaxis(scale_G, -1, axis))
 
 
@@ -96,16 +114,10 @@ def largest(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     return lax.bitcast_convert_type(most, x.dtype).astype(jnp.float32)
 
 
-def _scale(amax, format: Format):
-    # Inf would give scale Inf and codes 0: a finite wrong value. NaN is visible.
-    amax = jnp.where(jnp.isinf(amax), jnp.nan, amax)
-    return jnp.maximum(amax / format.max, TINY)
-
-
 def _edge(x, format, group, axis):
     """A scalar is one group of one; an empty array has codes and scales to match."""
     if x.ndim == 0:
-        scale = _scale(jnp.abs(x), format)
+        scale = scale_of(jnp.abs(x), format)
         return cast(x / scale, format), scale
     shape = group_shape(x.shape, group, axis)
     return cast(x, format), jnp.ones(shape, jnp.float32)
@@ -145,13 +157,18 @@ def dequantize(
 
 def as_float32(x, who: str) -> jax.Array:
     """x in float32, or a TypeError that says what `who` takes."""
+    return _as_float(x, who).astype(jnp.float32)
+
+
+def _as_float(x, who: str) -> jax.Array:
+    """x, in float32 unless it has 16 bits, or a TypeError."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(
             f"{who}: x must be a real floating-point array, got dtype {x.dtype} and "
             f"shape {x.shape}; cast it, or split complex values into two arrays"
         )
-    return x.astype(jnp.float32)
+    return x if x.dtype.itemsize == 2 else x.astype(jnp.float32)
 
 
 def check_format(who: str, format) -> None:

@@ -13,9 +13,14 @@ from typing import Any
 
 import jax
 from jax import numpy as jnp
+from jax.sharding import AxisType
 
 from coat_jax import linear as lin
 from coat_jax import matmul, residuals
+from coat_jax.kernels import dispatch, pullback
+from coat_jax.kernels import prologue as kernel
+from coat_jax.kernels.prologue import Rowwise
+from coat_jax.matmul import Encoded
 from coat_jax.policy import Kept, Policy
 
 
@@ -41,55 +46,216 @@ def recompute(
       kept: how xs are kept; the policy's own for layers that aren't linear if None.
       contract: how many of the result's last axes K stands for.
     """
-    kept = policy.kept if kept is None else kept
-    types = [jax.typeof(x) for x in xs]
-    shape = jax.eval_shape(prologue, params, *map(_wide, xs))
-    numbers = lin.last_axes(shape.ndim, contract)
-    how = {"dimension_numbers": numbers, "policy": policy, "dtype": types[0].dtype}
-
-    def ends(h, kernels):
-        return lin.products(h, kernels, **how) if kernels else [h]
+    block = Block(prologue, params, xs, policy=policy, kept=kept, contract=contract)
 
     @jax.custom_vjp
-    def block(params, xs, kernels):
-        return forward(params, xs, kernels)[0]
+    def run(params, xs, kernels):
+        return block.forward(params, xs, kernels)[0]
 
-    def forward(params, xs, kernels):
-        stored = [residuals.keep(x, kept) for x in xs]
-        if kept.in_forward:
-            xs = [residuals.restore(x, kept) for x in stored]
-        h = _wide(prologue(params, *map(_wide, xs)))
-        return ends(h, kernels), (params, stored, kernels)
+    run.defvjp(block.forward, block.backward)
+    return run(params, list(xs), list(kernels))
 
-    def backward(res, gs):
-        params, stored, kernels = res
-        if kept.in_forward or kept.format is None:
+
+def chain(
+    first: Callable[..., jax.Array],
+    second: Rowwise,
+    params: Any,
+    x: jax.Array,
+    kernels: Sequence[jax.Array],
+    last: jax.Array,
+    *,
+    policy: Policy,
+) -> jax.Array | None:
+    """`recompute` twice, what is between them never there but as codes in the backward.
+
+    second(*ys) last, ys = first(params, x) kernel, in x's dtype, of each kernel.
+    None where kernels cannot run it; then there is nothing to gain over two calls.
+    """
+    if AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
+        return None  # the types between the two would have to be known
+    one = Block(first, params, [x], policy=policy)
+    middle = [
+        jax.ShapeDtypeStruct((*x.shape[:-1], *k.shape[1:]), x.dtype) for k in kernels
+    ]
+    two = Block(second, [], middle, policy=policy)
+    if not two.can_pull_back(x):
+        return None
+
+    def forward(params, x, kernels, last):
+        ys, of_one = one.forward(params, [x], kernels)
+        ys = [lin.finish(y, None, None, x.dtype) for y in ys]
+        (z,), of_two = two.forward([], ys, [last])
+        return z, (of_one, of_two)
+
+    def backward(res, g):
+        of_one, of_two = res
+        gs, dlast = two.pull_back(of_two, g)
+        dparams, (dx,), dkernels = one.backward(of_one, gs)
+        return dparams, dx, dkernels, dlast
+
+    @jax.custom_vjp
+    def run(params, x, kernels, last):
+        return forward(params, x, kernels, last)[0]
+
+    run.defvjp(forward, backward)
+    return run(params, x, list(kernels), last)
+
+
+class Block:
+    """The two directions of `recompute`, for arrays like those it is made with."""
+
+    def __init__(self, prologue, params, xs, *, policy, kept=None, contract=1):
+        self.prologue, self.policy, self.contract = prologue, policy, contract
+        self.kept = policy.kept if kept is None else kept
+        self.types = [jax.typeof(x) if hasattr(x, "astype") else x for x in xs]
+        wide = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in xs]
+        shape = jax.eval_shape(prologue, params, *wide)
+        self.how = {
+            "dimension_numbers": lin.last_axes(shape.ndim, contract),
+            "policy": policy,
+            "dtype": self.types[0].dtype,
+        }
+        self.by_kernel = self._may_use_kernels(params, xs)
+
+    def _may_use_kernels(self, params, xs) -> bool:
+        """Whether h's codes and those of xs are made together, by kernels on GPUs."""
+        kept, operand = self.kept, self.policy.x
+        if not isinstance(self.prologue, Rowwise) or self.contract != 1:
+            return False
+        if kept.format is None or kept.in_forward:
+            return False
+        if operand.format is None or operand.scaling != "tensor":
+            return False
+        if not dispatch.worthwhile(xs[0]):
+            return False
+        return kernel.refuses(self.prologue, params, xs, kept.group) is None
+
+    def forward(self, params, xs, kernels):
+        """(what `recompute` returns, what the backward needs)."""
+        if self.by_kernel and kernels:
+            h, stored = self._encode(params, xs)
+        else:
+            stored = [residuals.keep(x, self.kept) for x in xs]
+            if self.kept.in_forward:
+                xs = [residuals.restore(x, self.kept) for x in stored]
+            h = _wide(self.prologue(params, *map(_wide, xs)))
+        ys, scales = lin.products(h, kernels, **self.how) if kernels else ([h], None)
+        return ys, (params, stored, kernels, scales)
+
+    def _encode(self, params, xs):
+        rows = self.prologue.statistics(*map(_wide, xs))
+        most = kernel.largest(self.prologue, params, rows, xs)
+        scale = matmul.scale_from(most.reshape((1,) * xs[0].ndim), self.policy.x)
+        codes, stored = kernel.encode(
+            self.prologue,
+            params,
+            rows,
+            xs,
+            scale,
+            format=self.policy.x.format,
+            kept=(self.kept.format, self.kept.group),
+        )
+        return Encoded(codes, scale), [residuals.pack(*x) for x in stored]
+
+    def backward(self, res, gs):
+        """Gradients of params, xs and kernels; gs may be encoded: `linear.Gradient`."""
+        params, stored, kernels, scales = res
+        if kernels:
+            gs = [self._rounded(g) for g in gs]
+        if self.kept.in_forward or self.kept.format is None:
             # The forward, too, ran the prologue on these. Seeing that, XLA would keep
             # its result instead of running it again.
-            after = lin.token(gs[0], policy) if kernels else gs[0]
+            after = lin.token(gs[0], self.policy) if kernels else gs[0]
             stored = [_after(x, after) for x in stored]
         floats, whole = _floats_of(params)
-        again = lambda floats, *xs: _wide(prologue(whole(floats), *xs))
-        xs = [residuals.restore(x, kept) for x in stored]
+        again = lambda floats, *xs: _wide(self.prologue(whole(floats), *xs))
+        xs = [residuals.restore(x, self.kept) for x in stored]
         h, pull = jax.vjp(again, floats, *xs)
         dh, dkernels = gs[0], []
         if kernels:
-            free = tuple(range(h.ndim - contract))
-            h_T = matmul.encode(h, policy.x, free)
-            typed = jax.typeof(h)
-            dh, dkernels = lin.gradients(h_T, kernels, gs, typed=typed, **how)
-            dh = matmul.summed(dh, typed)
+            dh, dkernels = self._through_kernels(h, kernels, scales, gs)
         dfloats, *dxs = pull(dh)
         # 0 x makes NaN of what is NaN in x: relu'(NaN) is 0, which would hide it.
         dxs = [dx + 0.0 * x for dx, x in zip(dxs, xs, strict=True)]
         dxs = [
             matmul.summed(dx, t).astype(t.dtype)
-            for dx, t in zip(dxs, types, strict=True)
+            for dx, t in zip(dxs, self.types, strict=True)
         ]
         return whole(dfloats, rest=False), dxs, dkernels
 
-    block.defvjp(forward, backward)
-    return block(params, list(xs), list(kernels))
+    def _rounded(self, g):
+        """`g` in the dtype that the caller rounds to, whose gradient it is: exact."""
+        return g if isinstance(g, lin.Gradient) else g.astype(self.types[0].dtype)
+
+    def _through_kernels(self, h, kernels, scales, gs):
+        free = tuple(range(h.ndim - self.contract))
+        scale = self._scale_again(scales.x)
+        h_T = matmul.encode(h, self.policy.x, free, scale=scale, fused=True)
+        typed = jax.typeof(h)
+        dh, dkernels = lin.gradients(h_T, kernels, scales, gs, typed=typed, **self.how)
+        return matmul.summed(dh, typed), dkernels
+
+    def _scale_again(self, scale):
+        """The scale of what the prologue gives in the backward, or None for its own.
+
+        That of the forward, or twice that where the backward starts from other values,
+        so that h need not be made once more to find its maximum. What is beyond is
+        clipped, which can only bring it nearer to the forward's h.
+        """
+        if scale is None or not self.policy.x.exact:
+            return None
+        same = self.kept.in_forward or self.kept.format is None
+        return scale if same else 2.0 * scale
+
+    def can_pull_back(self, x) -> bool:
+        """Whether `pull_back` can run, for a block whose input comes from `x`."""
+        g = self.policy.g
+        if not self.by_kernel or g.format is None or g.scaling != "tensor":
+            return False
+        if matmul.varying(jax.typeof(x)):
+            return False  # a shard_map may want the gradients' sums
+        shape, group = self.types[0].shape, self.kept.group
+        codes = jax.ShapeDtypeStruct(shape, self.kept.format.dtype)
+        scales = (*shape[:-1], shape[-1] // group)
+        scale = jax.ShapeDtypeStruct(scales, jnp.float32)
+        stored = [(codes, scale)] * len(self.types)
+        return pullback.refuses(self.prologue, stored, self.types[0], group) is None
+
+    def pull_back(self, res, g):
+        """Encoded gradients of xs, and that of the one kernel, by kernels on GPUs."""
+        _, stored, (last,), scales = res
+        dtype, g_operand = self.types[0].dtype, self.policy.g
+        how = self.how | {"typed": jax.typeof(stored[0].codes)}  # but for the dtype
+        gs = [lin.encoded(g.astype(dtype), last, **how)]
+        dh = lin.input_gradient([last], scales, gs, **how)
+        dh = matmul.summed(dh, how["typed"]).astype(dtype)
+        stored = [residuals.unpack(x, self.kept.format) for x in stored]
+        group = {"group": self.kept.group}
+        most = pullback.largest(self.prologue, stored, dh, **group)
+        rank = (1,) * dh.ndim
+        of_dxs = [matmul.scale_from(m.reshape(rank), g_operand) for m in most]
+        of_h = self._scale_again(scales.x)
+        h_T, pairs = pullback.encode(
+            self.prologue,
+            stored,
+            dh,
+            [of_h, *of_dxs],
+            h_format=self.policy.x.format,
+            g_format=g_operand.format,
+            **group,
+        )
+        dxs = [
+            lin.Gradient(Encoded(codes, scale), Encoded(_as_it_lies(codes_T), scale))
+            for (codes, codes_T), scale in zip(pairs, of_dxs, strict=True)
+        ]
+        h_T = Encoded(_as_it_lies(h_T), of_h)
+        (dlast,) = lin.kernel_gradients(h_T, [last], gs, **how)
+        return dxs, dlast
+
+
+def _as_it_lies(codes_T):
+    """(N, ...) as (..., N), of which only the axes' order changes, not memory."""
+    return jnp.moveaxis(codes_T, 0, -1)
 
 
 def _after(stored, after):

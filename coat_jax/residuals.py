@@ -38,6 +38,11 @@ def pack(codes, scale) -> Stored:
     return Stored(checkpoint_name(bits, CODES_NAME), checkpoint_name(scale, SCALE_NAME))
 
 
+def named_scale(scale):
+    """A scale that `save_fp8` keeps beside codes of something else."""
+    return checkpoint_name(scale, SCALE_NAME)
+
+
 def unpack(stored: Stored, format: Format):
     """The FP8 codes and scales of `pack`."""
     return lax.bitcast_convert_type(stored.codes, format.dtype), stored.scale

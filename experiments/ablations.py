@@ -127,8 +127,11 @@ def distinct(config: Config) -> list[str]:
 
 
 def _what_it_computes(config: dict) -> dict:
+    # An option that is newer than the row: it ran with what is now the default.
+    newer = {field.name: field.default for field in dataclasses.fields(options.Config)}
     ignored = {*options.FREE_TO_CHANGE} - {"eval_batches"}
-    return {name: value for name, value in config.items() if name not in ignored}
+    whole = newer | config
+    return {name: value for name, value in whole.items() if name not in ignored}
 
 
 def find(rows: list[dict], run: options.Config, tokens_sha256: str) -> dict | None:

@@ -31,8 +31,8 @@ FREE_TO_CHANGE = (
 )  # fmt: skip
 # Options that change the preset that --policy names.
 POLICY_KNOBS = (
-    "gradient_format", "gemm_scaling", "kept_group", "attention_keeps",
-    "forward_accumulation", "backward_accumulation",
+    "input_format", "weight_format", "gradient_format", "gemm_scaling", "kept_group",
+    "attention_keeps", "forward_accumulation", "backward_accumulation",
 )  # fmt: skip
 OPTIMIZERS = Literal["fp8_adamw", "adamw", "lion", "adafactor", "muon", "sgd"]
 
@@ -69,8 +69,14 @@ class Config:
     policy: Literal["bf16", "default", "paper"] = option(
         "bf16", "FP8 of products and of what layers keep; bf16 has none of it"
     )
-    gradient_format: Literal["e4m3", "e5m2"] | None = option(
-        None, "of gradients in products; this and the next five change --policy"
+    input_format: Literal["e4m3", "bf16"] | None = option(
+        None, "of activations in products; this and the next seven change --policy"
+    )
+    weight_format: Literal["e4m3", "bf16"] | None = option(
+        None, "of weights in products"
+    )
+    gradient_format: Literal["e4m3", "e5m2", "bf16"] | None = option(
+        None, "of gradients in products"
     )
     gemm_scaling: Literal["tensor", "group", "vector"] | None = option(
         None, "scales of the operands of products"

@@ -26,14 +26,27 @@ from experiments import config as options
 from experiments import harness
 from experiments.harness import ExitCode, UserError, option
 
-# Policy, what attention keeps if not the policy's own, and optimizer. The first is what
-# the others are held to.
+# What tells arms apart: the preset, what of it is changed, and the optimizer.
+_CHANGES = ("attention_keeps", "gemm_scaling", "input_format", "weight_format")
+_CHANGES += ("gradient_format",)
+_ARM = ("policy", *_CHANGES, "optimizer")
+_PRODUCTS_OFF = dict.fromkeys(
+    ("input_format", "weight_format", "gradient_format"), "bf16"
+)
+# The first is what the others are held to.
 ARMS = (
-    ("bf16", None, "adamw"),
-    ("bf16", None, "fp8_adamw"),
-    ("default", None, "fp8_adamw"),
-    ("default", "fp8", "fp8_adamw"),
-    ("paper", None, "fp8_adamw"),
+    {"policy": "bf16", "optimizer": "adamw"},
+    {"policy": "bf16", "optimizer": "fp8_adamw"},
+    {"policy": "default", "optimizer": "adamw"},
+    {"policy": "default", "optimizer": "fp8_adamw"},
+    {"policy": "default", "attention_keeps": "fp8", "optimizer": "fp8_adamw"},
+    {"policy": "paper", "optimizer": "fp8_adamw"},
+    {"policy": "default", "gemm_scaling": "vector", "optimizer": "adamw"},
+    {"policy": "default", "gemm_scaling": "vector", "optimizer": "fp8_adamw"},
+    {"policy": "default", **_PRODUCTS_OFF, "optimizer": "adamw"},
+    {"policy": "default", "input_format": "bf16", "optimizer": "adamw"},
+    {"policy": "default", "weight_format": "bf16", "optimizer": "adamw"},
+    {"policy": "default", "gradient_format": "bf16", "optimizer": "adamw"},
 )
 # Rows of the results file are compared if these agree.
 _COMPARED = ("steps", "batch", "seq", "lr", "warmup", "dtype", "attention")
@@ -49,10 +62,22 @@ class Config:
     """
 
     policy: Literal["all", "bf16", "default", "paper"] = option(
-        "all", "FP8 of products and of what layers keep; all runs five arms"
+        "all", "FP8 of products and of what layers keep; all runs every arm"
     )
     attention_keeps: Literal["bf16", "fp8"] | None = option(
         None, "queries, keys and values until the backward; changes an FP8 policy"
+    )
+    gemm_scaling: Literal["tensor", "group", "vector"] | None = option(
+        None, "scales of the operands of products; likewise"
+    )
+    input_format: Literal["e4m3", "bf16"] | None = option(
+        None, "of activations in products; likewise"
+    )
+    weight_format: Literal["e4m3", "bf16"] | None = option(
+        None, "of weights in products; likewise"
+    )
+    gradient_format: Literal["e4m3", "e5m2", "bf16"] | None = option(
+        None, "of gradients in products; likewise"
     )
     optimizer: Literal["fp8_adamw", "adamw"] = option(
         "fp8_adamw", "what updates the parameters; --policy=all has its own"
@@ -84,8 +109,9 @@ class Config:
                 f"--lr must be above 0 and finite, --perplexity 0 or more, got "
                 f"{self.lr} and {self.perplexity}"
             )
-        if self.policy == "all" and self.attention_keeps is not None:
-            raise ValueError("--policy=all has its own --attention_keeps: leave it out")
+        given = [name for name in _CHANGES if getattr(self, name) is not None]
+        if self.policy == "all" and given:
+            raise ValueError(f"--policy=all has its own --{given[0]}: leave it out")
         for arm in arms(self):
             run_options(arm)
 
@@ -94,17 +120,12 @@ def arms(config: Config) -> list[Config]:
     """The config of each arm: one, or all of them."""
     if config.policy != "all":
         return [config]
-    names = ("policy", "attention_keeps", "optimizer")
-    return [
-        dataclasses.replace(config, **dict(zip(names, arm, strict=True)))
-        for arm in ARMS
-    ]
+    return [dataclasses.replace(config, **arm) for arm in ARMS]
 
 
 def run_options(config: Config) -> options.Config:
     """The arm in the words of `experiments.pretrain`, which checks them too."""
-    names = ("policy", "attention_keeps", "optimizer", "steps", "lr", "warmup")
-    names += ("dtype", "attention")
+    names = (*_ARM, "steps", "lr", "warmup", "dtype", "attention")
     values = {name: getattr(config, name) for name in names}
     return options.Config(**values, weight_decay=0.0)
 
@@ -112,7 +133,7 @@ def run_options(config: Config) -> options.Config:
 def earlier(config: Config, facts: dict) -> list[dict]:
     """Rows of the results file that this config's arms may be compared with.
 
-    The newest row of a policy, optimizer and seed stands for it.
+    The newest row of an arm and seed stands for it.
 
     Raises:
       UserError: a line that isn't a result; exit code 5.
@@ -134,10 +155,23 @@ def earlier(config: Config, facts: dict) -> list[dict]:
     return [*found.values()]
 
 
-def arm_of(row: dict) -> tuple[str, str | None, str]:
-    """Policy, what attention keeps, optimizer: as in ARMS."""
-    names = ("policy", "attention_keeps", "optimizer")
-    return tuple(row["config"][name] for name in names)
+def _key(arm: dict) -> tuple[str | None, ...]:
+    """An arm as what tells it apart; a change that a row is older than is None."""
+    return arm["policy"], *(arm.get(name) for name in _CHANGES), arm["optimizer"]
+
+
+def arm_of(row: dict) -> tuple[str | None, ...]:
+    """Policy, its changes, optimizer."""
+    return _key(row["config"])
+
+
+def name_of(arm: tuple[str | None, ...]) -> str:
+    """An arm of `arm_of` as people read it."""
+    policy, *changes, optimizer = arm
+    if changes[-3:] == ["bf16"] * 3:
+        changes, policy = changes[:-3], f"{policy} products=bf16"
+    told = [f"{n}={v}" for n, v in zip(_CHANGES, changes, strict=False) if v]
+    return " ".join([f"{policy}", *told, f"{optimizer}"])
 
 
 def summarized(rows: list[dict]) -> list[dict]:
@@ -146,7 +180,8 @@ def summarized(rows: list[dict]) -> list[dict]:
     for row in rows:
         by_arm.setdefault(arm_of(row), []).append(row)
     mean = lambda runs, name: statistics.fmean(run[name] for run in runs)
-    first = mean(by_arm[ARMS[0]], "held_out_loss_after") if ARMS[0] in by_arm else None
+    first = by_arm.get(_key(ARMS[0]))
+    first = first and mean(first, "held_out_loss_after")
     return [
         {
             "arm": arm,
@@ -168,15 +203,14 @@ def table(rows: list[dict]) -> Table:
     """The arms as people read them, in the order in which they were run."""
     shown = Table(
         title="loss of an answer's token in held-out problems",
-        caption="arm: policy/what attention keeps, optimizer and its bytes a parameter",
+        caption="arm: policy, its changes, optimizer; bytes: its state's, a parameter",
     )
     for heading in ("arm", "loss", "its seeds", "change", "bytes", "ms"):
         justify = "left" if heading == "arm" else "right"
-        shown.add_column(heading, justify=justify, no_wrap=True)
+        shown.add_column(heading, justify=justify, no_wrap=heading != "arm")
     for row in summarized(rows):
-        policy, keeps, optimizer = row["arm"]
         shown.add_row(
-            f"{policy}{'/' if keeps else ''}{keeps or ''} {optimizer}",
+            name_of(row["arm"]),
             f"{row['after']:.4f}",
             f"{row['lowest']:.4f}-{row['highest']:.4f}",
             "-" if row["change"] is None else f"{100 * row['change']:+.2f} %",

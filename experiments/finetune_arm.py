@@ -81,7 +81,8 @@ class Arm:
     def __init__(self, config, chosen: options.Config, model, problems):
         self.config, self.model, self.problems = config, model, problems
         sizes = dataclasses.replace(model.config, dtype=jnp.dtype(config.dtype))
-        plain = dataclasses.replace(chosen, policy="bf16", attention_keeps=None)
+        unchanged = dict.fromkeys(options.POLICY_KNOBS)
+        plain = dataclasses.replace(chosen, policy="bf16", **unchanged)
         sums = answer_sums(llama.make_apply(sizes, layers=policies.layers_of(chosen)))
         self.evaluations = {"": jax.jit(sums), "plain_": jax.jit(sums)}
         if chosen != plain:

@@ -16,9 +16,11 @@ def _changed(base: policies.Policy, config) -> policies.Policy:
     if config.gemm_scaling is not None:
         scaling = config.gemm_scaling
         records = {k: change(v, scaling=scaling) for k, v in records.items()}
-    if config.gradient_format is not None:
-        form = _FORMATS[config.gradient_format]
-        records["g"] = change(records["g"], format=form)
+    formats = {"x": config.input_format, "w": config.weight_format}
+    formats["g"] = config.gradient_format
+    for name, form in formats.items():
+        if form is not None:
+            records[name] = change(records[name], format=_FORMATS[form])
     kept, attention = base.kept, base.attention
     if config.kept_group is not None:
         kept = change(kept, group=config.kept_group)

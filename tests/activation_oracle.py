@@ -59,19 +59,25 @@ def assert_computed(got, want, n, roundings=0):
     )
 
 
-def encode(x, operand, axes):
+def encode(x, operand, axes, scale=None):
     """The values of x's codes as an operand whose axes `axes` are summed over."""
     x = np.asarray(x).astype(np.float32)
     if operand.format is None:
         return Exact(x.astype(np.float64), np.zeros(x.shape))
-    dtype = DTYPES[operand.format.name]
-    top = np.float32(ml_dtypes.finfo(dtype).max)
+    scale = scale_of(x, operand, axes) if scale is None else scale
+    return _round(x, scale, DTYPES[operand.format.name])
+
+
+def scale_of(x, operand, axes):
+    """The scale, or scales, of `encode`."""
+    x = np.asarray(x).astype(np.float32)
+    top = np.float32(ml_dtypes.finfo(DTYPES[operand.format.name]).max)
     if operand.scaling == "group":
-        scale = np.float32(two_stage_scale(x, top))
-    else:
-        over = axes if operand.scaling == "vector" else None
-        scale = np.max(np.abs(x), axis=over, keepdims=True, initial=0) / top
-    return _round(x, scale, dtype)
+        return np.float32(two_stage_scale(x, top))
+    over = axes if operand.scaling == "vector" else None
+    scale = np.max(np.abs(x), axis=over, keepdims=True, initial=0) / top
+    with np.errstate(divide="ignore"):
+        return np.exp2(np.ceil(np.log2(scale)))
 
 
 def two_stage_scale(x, top):
@@ -107,11 +113,12 @@ def _round(x, scale, dtype):
     return Exact(code((x / scale).astype(np.float32)) * scale, doubt * scale)
 
 
-def product(spec, a, b, a_operand, b_operand):
+def product(spec, a, b, a_operand, b_operand, a_scale=None):
     """np.einsum of two encoded operands."""
     left, right, out = re.split("->|,", spec)
     axes = lambda letters: tuple(i for i, c in enumerate(letters) if c not in out)
-    a, b = encode(a, a_operand, axes(left)), encode(b, b_operand, axes(right))
+    a = encode(a, a_operand, axes(left), a_scale)
+    b = encode(b, b_operand, axes(right))
     size = lambda x: np.abs(x.value) + x.doubt
     doubt = np.zeros(())
     if a.doubt.any() or b.doubt.any():
@@ -119,12 +126,15 @@ def product(spec, a, b, a_operand, b_operand):
     return Exact(np.einsum(spec, a.value, b.value, optimize=True), doubt)
 
 
-def linear(spec, x, w, g, policy):
-    """y, dx and dw of the einsum y = x w, where y's gradient is g."""
+def linear(spec, x, w, g, policy, scale=None):
+    """y, dx and dw of the einsum y = x w, where y's gradient is g.
+
+    `scale` is that of x in dw, if it isn't x's own.
+    """
     left, right, out = re.split("->|,", spec)
     y = product(spec, x, w, policy.x, policy.w)
     dx = product(f"{out},{right}->{left}", g, w, policy.g, policy.w)
-    dw = product(f"{left},{out}->{right}", x, g, policy.x, policy.g)
+    dw = product(f"{left},{out}->{right}", x, g, policy.x, policy.g, scale)
     return y, dx, dw
 
 
@@ -143,7 +153,12 @@ def block(prologue, params, xs, spec, kernels, gs, policy, kept=None):
         return [h], *pull(np.asarray(gs[0]).astype(np.float64)), []
     pairs = list(zip(kernels, gs, strict=True))
     ys = [linear(spec, h, w, g, policy)[0] for w, g in pairs]
-    backward = [linear(spec, again, w, g, policy)[1:] for w, g in pairs]
+    scale = None
+    if policy.x.format is not None and policy.x.scaling == "tensor":
+        # Twice the forward's where the backward starts from other values than it.
+        same = kept.in_forward or kept.format is None
+        scale = scale_of(h, policy.x, ()) * (1 if same else 2)
+    backward = [linear(spec, again, w, g, policy, scale)[1:] for w, g in pairs]
     dh = sum(dx.value for dx, _ in backward)
     return ys, *pull(dh), [dw for _, dw in backward]
 

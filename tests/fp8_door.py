@@ -15,6 +15,7 @@ FP8_NAME = re.compile(r"float8_\w+")
 SPEAKS_OF_FP8 = re.compile(r"(?i)format|fmt|e4m3|e5m2|codes|quantized")
 # They allocate, describe, compare or reinterpret; none converts a value.
 HARMLESS = {
+    "SMEM",
     "ShapeDtypeStruct",
     "bitcast_convert_type",
     "dtype",
@@ -24,6 +25,7 @@ HARMLESS = {
     "isinstance",
     "issubdtype",
     "of_dtype",
+    "out_struct",
     "repr",
     "str",
     "view",

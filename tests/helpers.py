@@ -1,4 +1,4 @@
-"""The four classes of tolerance, each an assertion: bits, format, order, model."""
+"""The classes of tolerance, each an assertion: bits, codes, format, order, model."""
 
 import jax
 import numpy as np
@@ -8,6 +8,9 @@ import numpy as np
 ORDER_CONSTANT = 4.0
 # What the assertion's own arithmetic may add to a format's bound.
 FORMAT_SLACK = 1 + 2.0**-20
+# Of codes made by a kernel, whose exponentials and sums round otherwise than XLA's, the
+# share that may lie on the other side of an edge; of a small array one code.
+OTHER_CODES = 1e-4
 
 
 def assert_same_bits(got, want):
@@ -37,6 +40,26 @@ def assert_within_format(got, x, format, scale=1.0):
     assert got.shape == x.shape, f"shape {got.shape}, want {x.shape}"
     bound = np.maximum(format.relative * np.abs(x), format.absolute * scale)
     _assert_below(np.abs(got - x), bound * FORMAT_SLACK, got, x)
+
+
+def assert_same_codes(got, want):
+    """FP8 codes of which at most OTHER_CODES differ, each by one step; NaN is NaN."""
+    got, want = np.asarray(got), np.asarray(want)
+    assert got.dtype == want.dtype, f"dtype {got.dtype}, want {want.dtype}"
+    assert got.shape == want.shape, f"shape {got.shape}, want {want.shape}"
+    missed = _first(np.isnan(_float64(got)) != np.isnan(_float64(want)))
+    assert not missed, f"at {missed}: {got[missed]}, want {want[missed]}"
+    steps = np.where(np.isnan(_float64(want)), 0, abs(_ordinal(got) - _ordinal(want)))
+    far = _first(steps > 1)
+    assert not far, f"at {far}: {got[far]}, want {want[far]} within one step"
+    count = int((steps > 0).sum())
+    assert count <= max(OTHER_CODES * steps.size, 1), f"{count} of {steps.size} differ"
+
+
+def _ordinal(codes):
+    """FP8 codes numbered by value: neighbours differ by one, both zeros by none."""
+    bits = codes.view(np.uint8).astype(int)
+    return np.where(bits < 128, bits, 128 - bits)
 
 
 def assert_reordered(got, want, n, scale):

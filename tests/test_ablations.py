@@ -87,6 +87,9 @@ def test_without_options_a_policy_is_its_preset():
 @pytest.mark.parametrize(
     ("given", "where", "value"),
     [
+        ({"input_format": "bf16"}, ["x.format"], None),
+        ({"weight_format": "bf16"}, ["w.format"], None),
+        ({"gradient_format": "bf16"}, ["g.format"], None),
         ({"gradient_format": "e4m3"}, ["g.format"], E4M3),
         ({"gradient_format": "e5m2"}, ["g.format"], E5M2),
         ({"gemm_scaling": "vector"}, ["x.scaling", "w.scaling", "g.scaling"], "vector"),
@@ -303,6 +306,10 @@ def test_another_run_is_not_taken_for_this_one(finished):
     assert (found["arm"], found["config"]["seed"]) == ("full", 1)
     moved = dataclasses.replace(run, cache="elsewhere", results="other.jsonl")
     assert ablations.find(rows, moved, digest) == found
+    older = [dict(r, config=dict(r["config"])) for r in rows]
+    for each in older:
+        del each["config"]["weight_format"]
+    assert ablations.find(older, run, digest)["held_out_loss"] == found["held_out_loss"]
     for change in ({"lr": 0.1}, {"seed": 7}, {"kept_group": 16}, {"eval_batches": 3}):
         assert ablations.find(rows, dataclasses.replace(run, **change), digest) is None
     assert ablations.find(rows, run, "other") is None

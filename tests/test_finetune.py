@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import tokenizers as tk
 
+from coat_jax import policy as presets
 from coat_jax.formats import E4M3
 from coat_jax.models import llama, pretrained
-from experiments import finetune, finetune_arm, gsm, harness, smollm
+from experiments import finetune, finetune_arm, gsm, harness, policies, smollm
 from experiments.harness import ExitCode, UserError
 from tests.helpers import assert_reordered, assert_same_bits, assert_within_format
 from tests.test_pretrained import make_params
@@ -250,9 +251,7 @@ def test_all_arms_run(weights, tmp_path, capsys):
     assert len(rows) == len(finetune.ARMS) * 2
     for row in rows:
         assert row["held_out_loss_after"] < row["held_out_loss_before"]
-    told = capsys.readouterr().out
-    assert "default/fp8 fp8_adamw" in told
-    assert "paper fp8_adamw" in told
+    assert "paper fp8_adamw" in capsys.readouterr().out
 
 
 def test_the_held_out_loss_is_that_of_the_answers(weights, tmp_path):
@@ -315,7 +314,9 @@ def test_a_machine_without_the_packages_runs_what_was_prepared(
     [
         (("--steps=0",), "--steps must be at least 1, got 0"),
         (("--policy=all", "--attention_keeps=fp8"), "has its own --attention_keeps"),
+        (("--policy=all", "--weight_format=bf16"), "has its own --weight_format"),
         (("--policy=bf16", "--attention_keeps=fp8"), "changes an FP8 policy"),
+        (("--policy=bf16", "--input_format=bf16"), "changes an FP8 policy"),
         (("--attention=cudnn", "--dtype=float32"), "cudnn takes bfloat16 only"),
         (("--lr=0",), "--lr must be above 0"),
     ],
@@ -326,10 +327,7 @@ def test_wrong_options_are_one_line(flags, words, capsys):
 
 
 def row(arm, seed, loss, **more):
-    config = dataclasses.replace(
-        finetune.Config(policy="bf16"), policy=arm[0], attention_keeps=arm[1],
-        optimizer=arm[2],
-    )  # fmt: skip
+    config = dataclasses.replace(finetune.Config(policy="bf16"), **arm)
     return {
         "config": dataclasses.asdict(config), "seed": seed,
         "held_out_loss_before": 2.0, "held_out_loss_after": loss,
@@ -347,13 +345,17 @@ def test_arms_are_compared_with_the_first_on_equal_terms(tmp_path):
         row(first, 0, 9.0), slower, row(first, 0, 9.0, data_sha256="other"),
         row(first, 0, 1.0), row(first, 1, 1.5), row(other, 0, 1.2), row(other, 1, 1.3),
     ]  # fmt: skip
+    older = rows[5]["config"]  # than some options
+    del older["gemm_scaling"], older["weight_format"]
     path = tmp_path / "r.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
     config = finetune.Config(policy="bf16", results=str(path))
     found = finetune.earlier(config, rows[0])
     assert [r["held_out_loss_after"] for r in found] == [1.0, 1.5, 1.2, 1.3]
     plain, fp8 = finetune.summarized(found)
-    assert (plain["arm"], plain["after"], plain["change"]) == (first, 1.25, 0.0)
+    assert finetune.name_of(plain["arm"]) == "bf16 adamw"
+    assert finetune.name_of(fp8["arm"]) == "default fp8_adamw"
+    assert (plain["after"], plain["change"]) == (1.25, 0.0)
     assert (fp8["after"], fp8["lowest"], fp8["highest"]) == (1.25, 1.2, 1.3)
     assert fp8["seeds"] == 2
     assert finetune.table(found).row_count == 2
@@ -364,6 +366,20 @@ def test_arms_are_compared_with_the_first_on_equal_terms(tmp_path):
 
 def test_all_arms_are_those_of_the_question():
     arms = finetune.arms(finetune.Config())
-    chosen = [(a.policy, a.attention_keeps, a.optimizer) for a in arms]
-    assert chosen == list(finetune.ARMS)
+    names = [finetune.name_of(finetune.arm_of({"config": vars(a)})) for a in arms]
+    assert len({*names}) == len(finetune.ARMS)
+    assert names[0] == "bf16 adamw"
+    assert "default attention_keeps=fp8 fp8_adamw" in names
+    assert "default gemm_scaling=vector adamw" in names
+    assert "default products=bf16 adamw" in names
+    assert "default weight_format=bf16 adamw" in names
     assert finetune.run_options(arms[0]).weight_decay == 0
+
+
+def test_without_fp8_products_only_what_is_kept_is_fp8():
+    off = dict.fromkeys(("input_format", "weight_format", "gradient_format"), "bf16")
+    config = finetune.run_options(finetune.Config(policy="default", **off))
+    policy = policies.policy_of(config)
+    assert [r.format for r in (policy.x, policy.w, policy.g)] == [None] * 3
+    assert policy.kept == presets.DEFAULT.kept
+    assert not policy.plain

@@ -112,3 +112,26 @@ def test_sqnr_of_equal_values_is_infinite_and_of_nothing_a_failure():
         helpers.assert_sqnr(np.ones(3), np.zeros(3), db=0)
     with _refuses("1 values are not finite"):
         helpers.assert_sqnr(np.array([np.nan, 1]), np.ones(2), db=0)
+
+
+def test_same_codes_allows_few_single_steps_and_no_lost_nan():
+    want = np.linspace(-4, 4, 40_000).astype(formats.E4M3.dtype)
+    step = lambda at, by=1: (want.view(np.uint8) + by * at).view(want.dtype)
+    rare = np.arange(want.size) % 10_000 == 5
+    helpers.assert_same_codes(step(rare.astype(np.uint8)), want)
+    zeros = np.zeros(4, np.uint8).view(want.dtype)
+    helpers.assert_same_codes(-zeros, zeros)
+    with _refuses("5 of 40000 differ"):
+        helpers.assert_same_codes(
+            step((rare | (np.arange(want.size) == 6)).astype(np.uint8)), want
+        )
+    with _refuses("within one step"):
+        helpers.assert_same_codes(step(rare.astype(np.uint8), 2), want)
+    nan = np.where(rare, np.nan, want.astype(np.float32)).astype(want.dtype)
+    for pair in ((nan, want), (want, nan)):
+        with _refuses(r"at \(5,\)"):
+            helpers.assert_same_codes(*pair)
+    with _refuses("dtype"):
+        helpers.assert_same_codes(want, want.astype(formats.E5M2.dtype))
+    with _refuses("shape"):
+        helpers.assert_same_codes(want[:2], want)

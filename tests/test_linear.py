@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from coat_jax.formats import E5M2
+from coat_jax.kernels.dispatch import use_kernels
 from coat_jax.linear import fp8_dot, fp8_dot_general, linear
 from coat_jax.policy import BF16, DEFAULT, PAPER, Operand, Policy
 from tests import activation_oracle as oracle
@@ -245,7 +246,9 @@ def test_nan_and_inf_are_seen_wherever_they_enter(name):
                 assert (np.isnan(ours) | np.isfinite(true)).all()
 
 
-@pytest.mark.parametrize("sizes", [(1e30, 1e-30), (1e-30, 1e-6), (1e-38, 1.0)])
+@pytest.mark.parametrize(
+    "sizes", [(1e30, 1e-30), (1e32, 1e-32), (1e-20, 1e-6), (1e-38, 1.0)]
+)
 def test_huge_and_tiny_values_keep_their_product(sizes):
     x, w, g = with_dtype(jnp.float32, (8, 32), (32, 16), (8, 16))
     x, w = x * sizes[0], w * sizes[1]
@@ -300,3 +303,27 @@ def test_a_residual_of_another_shape_is_refused(policy):
     x, w = jnp.ones((16, 32)), jnp.ones((32, 16))
     with pytest.raises(ValueError, match=r"residual must have the shape of the result"):
         linear(x, w, policy=policy, residual=jnp.ones((1, 16)))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "shapes"),
+    [
+        ((((2,), (1,)), ((0,), (0,))), [(3, 8, 32), (3, 32, 16), (3, 8, 16)]),
+        ((((1,), (1,)), ((2,), (0,))), [(8, 32, 3), (3, 32, 16), (3, 8, 16)]),
+        ((((1, 2), (0, 1)), ((), ())), [(8, 4, 16), (4, 16, 32), (8, 32)]),
+        ((((0,), (0,)), ((), ())), [(32, 8), (32, 16), (8, 16)]),
+        ((((0,), (0,)), ((), ())), [(32,), (32, 16), (16,)]),
+    ],
+    ids=["batch", "last batch", "two axes", "first axes", "a vector"],
+)
+@pytest.mark.parametrize("policy", ["default", "vector", "paper"])
+def test_kernels_change_no_bit_of_a_product(policy, numbers, shapes):
+    lhs, rhs, g = with_dtype(jnp.bfloat16, *shapes)
+    how = {"preferred_element_type": jnp.float32, "policy": POLICIES[policy]}
+    f = lambda lhs, rhs: fp8_dot_general(lhs, rhs, numbers, **how)
+    found = {}
+    for kernels in ("triton", "xla"):
+        with use_kernels(kernels):
+            args = f, (lhs, rhs), g.astype(jnp.float32)
+            found[kernels] = value_and_gradients(*args)
+    assert_same_bits(found["triton"], found["xla"])

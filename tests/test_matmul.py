@@ -1,5 +1,7 @@
 """Encoded operands and their products against NumPy, at every size and axis order."""
 
+import functools
+
 import jax
 from jax import numpy as jnp
 import ml_dtypes
@@ -8,6 +10,7 @@ import pytest
 
 from coat_jax import matmul
 from coat_jax.formats import E4M3, E5M2
+from coat_jax.kernels.dispatch import use_kernels
 from coat_jax.policy import Operand
 from tests import activation_oracle as oracle
 from tests.activation_oracle import assert_computed, draw
@@ -87,7 +90,7 @@ def test_nan_and_inf_make_all_under_their_scale_nan(scaling, value):
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("size", [0.0, 1e-45, 1e-38, 1e-30, 1e30, 3.4e38])
+@pytest.mark.parametrize("size", [0.0, 1e-45, 1e-38, 1e-30, 1e30, 3.2e38])
 def test_extreme_values_are_finite_and_within_the_format(scaling, size):
     x = (np.sign(draw(0, (2, 32))) * np.float32(size)).astype(np.float32)
     got = np.asarray(
@@ -184,13 +187,60 @@ def test_the_largest_codes_neither_overflow_nor_lose_terms(accumulation):
         assert_reordered(y, np.full((16, 16), K), n=K, scale=K)
 
 
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize(
+    ("contract", "leading"),
+    [((2,), (0, 1)), ((1, 2), (0,)), ((2,), (1,)), ((0, 1), (2,)), ((0, 1, 2), ())],
+    ids=["last", "last two", "one batch axis", "first two", "vector"],
+)
+def test_a_gradient_is_encoded_for_both_products_as_for_each(
+    contract, leading, scaling
+):
+    """Whatever the kernel does with the axes, and where it is left out."""
+    x, operand = jnp.asarray(draw(0, (3, 9, 20))), Operand(scaling=scaling)
+    with use_kernels("triton"):
+        twice = functools.partial(matmul.encode_twice, x, operand, contract, leading)
+        got = jax.jit(twice)()
+    for found, axes in zip(got, (contract, leading), strict=True):
+        assert_same_bits(found, encode(x, operand, axes))
+
+
+def _constant_product(a, b, scaling, **how):
+    """Each element of a product of two matrices of 16 x 16 equal elements."""
+    dims = matmul.dims_of(2, 2, (((1,), (0,)), ((), ())))
+    operands = (Operand(scaling=scaling),) * 2
+    pair = _pair(jnp.full((16, 16), a), jnp.full((16, 16), b), operands, dims)
+    y = matmul.multiply(*pair, dims, dtype=jnp.float32, accumulation="fast", **how)
+    return np.asarray(y)
+
+
 def test_scales_are_applied_one_after_the_other():
     # Their product is below float32's range; the result is not.
-    dims = matmul.dims_of(2, 2, (((1,), (0,)), ((), ())))
-    a, b = jnp.full((16, 16), 1e-30), jnp.full((16, 16), 1e-6)
-    pair = _pair(a, b, (Operand(), Operand()), dims)
-    y = matmul.multiply(*pair, dims, dtype=a.dtype, accumulation="fast")
-    assert_reordered(y, np.full((16, 16), 16e-36), n=16, scale=16e-36)
+    y = _constant_product(2.0**-100, 2.0**-20, "tensor")
+    assert_same_bits(y, np.full((16, 16), 16 * 2.0**-120, np.float32))
+
+
+@pytest.mark.parametrize(("a", "b"), [(100, -100), (120, -126), (-60, -40), (60, 40)])
+def test_powers_of_two_are_applied_at_once(a, b):
+    # Of large and small operands too, where the codes' product with one would overflow.
+    y = _constant_product(2.0**a, 2.0**b, "tensor", exact=True)
+    assert_same_bits(y, np.full((16, 16), 16 * 2.0 ** (a + b), np.float32))
+
+
+def test_a_scale_below_the_range_makes_zero():
+    y = _constant_product(2.0**-100, 2.0**-60, "tensor", exact=True)
+    assert not y.any()
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "vector"])
+def test_scales_are_powers_of_two_just_large_enough(scaling):
+    x = draw(1, (5, 64)) * np.float32(3e-5)
+    operand = Operand(scaling=scaling)
+    scale = np.asarray(matmul.scale_of(jnp.asarray(x), operand, (1,)))
+    assert_same_bits(np.frexp(scale)[0], np.full(scale.shape, 0.5, np.float32))
+    largest = np.abs(x).max(axis=1 if scaling == "vector" else None, keepdims=True)
+    assert (largest <= scale * E4M3.max).all()
+    assert (largest > scale / 2 * E4M3.max).all()
 
 
 @pytest.mark.parametrize(

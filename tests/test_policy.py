@@ -15,6 +15,7 @@ from coat_jax.policy import (
     BF16,
     DEFAULT,
     LEAN,
+    MEMORY,
     PAPER,
     PRESETS,
     Kept,
@@ -69,7 +70,10 @@ def test_records_take_keywords_alone():
 
 
 def test_presets_are_what_they_are_called():
-    assert PRESETS == {"bf16": BF16, "default": DEFAULT, "lean": LEAN, "paper": PAPER}
+    found = {"bf16": BF16, "default": DEFAULT, "lean": LEAN, "memory": MEMORY}
+    assert PRESETS == {**found, "paper": PAPER}
+    assert MEMORY.kept == DEFAULT.kept
+    assert {MEMORY.x.format, MEMORY.w.format, MEMORY.g.format} == {None}
     assert Policy() == DEFAULT
     assert (BF16.plain, DEFAULT.plain, PAPER.plain) == (True, False, False)
     # The published recipe: groups of 16, E5M2 gradients, fast sums.

@@ -72,15 +72,16 @@ def _attend_linear(policy, x, p):
     )
 
 
+# The function, the codes it keeps, and its scales: of groups, of h, of kernels.
 LAYERS = {
-    "linear": (_linear, T * H, 1),
+    "linear": (_linear, T * H, 1 + 1 + 0),
     "norm": (_norm, T * H, T * H // 16),
     "silu": (_silu, T * H, T * H // 16),
     "gated": (_gated, 2 * T * H, 2 * T * H // 16),
-    "norm_linear": (_norm_linear, T * H, T * H // 16),
-    "gated_mlp": (_gated_mlp, T * (H + 2 * 48), T * (H + 2 * 48) // 16),
+    "norm_linear": (_norm_linear, T * H, T * H // 16 + 1 + 2),
+    "gated_mlp": (_gated_mlp, T * (H + 2 * 48), T * (H + 2 * 48) // 16 + 2 + 3),
     "attention": (_attend, 3 * T * H, 3 * T * H // 8),
-    "attention_linear": (_attend_linear, 3 * T * H, 3 * T * H // 8),
+    "attention_linear": (_attend_linear, 3 * T * H, 3 * T * H // 8 + 1 + 1),
 }
 SHAPES = {
     "w": (H, H), "w2": (H, H), "b": (H,), "b2": (H,), "up": (H, 48), "up2": (H, 48),
@@ -140,14 +141,16 @@ def test_one_scale_a_row_and_a_column_is_kept_with_vector_scaling():
     vector = dataclasses.replace(FULL, x=Operand(scaling="vector"))
     found = kept(functools.partial(_linear, vector), inputs()[0], params_of())
     assert count(found, jnp.uint8) == T * H
-    assert count(found, jnp.float32) == H  # of the operand of dw = x^T g
+    assert count(found, jnp.float32) == H + 1  # of dw = x^T g's operand, and of w
 
 
 def test_whole_inputs_are_kept_by_reference_where_no_format_is_named():
     off = dataclasses.replace(FULL, kept=Kept(format=None))
     x, _ = inputs(jnp.bfloat16)
     found = kept(functools.partial(_norm_linear, off), x, params_of())
-    assert [(a.shape, a.dtype) for a in found] == [(x.shape, x.dtype)]
+    whole, *scales = sorted(found, key=lambda a: -a.size)
+    assert (whole.shape, whole.dtype) == (x.shape, x.dtype)
+    assert [a.size for a in scales] == [1, 1, 1]  # of h and of the kernels
 
 
 @pytest.mark.parametrize(

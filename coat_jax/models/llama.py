@@ -25,6 +25,8 @@ import optax
 
 from coat_jax import nn
 from coat_jax.attention import Implementation
+from coat_jax.layerwise import Parts
+from coat_jax.losses import chunked_cross_entropy
 from coat_jax.policy import DEFAULT, Policy
 from coat_jax.rope import rope
 
@@ -129,8 +131,8 @@ class MlpBlock(nnx.Module):
 
     def __call__(self, x_BTH):
         """The residual stream after the MLP."""
-        gate_BTF, up_BTF = nn.norm_linear(self.norm, [self.gate, self.up], x_BTH)
-        return nn.act_linear("silu", self.down, gate_BTF, up_BTF, residual=x_BTH)
+        into = [self.gate, self.up]
+        return nn.mlp(self.norm, into, "silu", self.down, x_BTH, x_BTH)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -282,11 +284,86 @@ def make_loss(config: LlamaConfig, *, layers: Layers | None = None):
 
     def loss(params, windows, key=None):
         del key
-        logits = apply(params, windows[:, :-1]).astype(jnp.float32)
-        each = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
-        return jnp.mean(each)
+        return _mean_cross_entropy(apply(params, windows[:, :-1]), windows[:, 1:])
 
     return loss
+
+
+def make_parts(
+    config: LlamaConfig, *, layers: Layers | None = None, chunk: int = 1024
+) -> Parts:
+    """The model for `layerwise.layerwise_step`: embedding, blocks, and all behind them.
+
+    `make_parts(...).loss` is `make_loss`'s with the cross-entropy made for `chunk`
+    tokens at a time, of logits that are not rounded to the compute dtype. A head that
+    is not Flax's own linear map without bias, or an embedding that is not Flax's, has
+    its logits whole.
+
+    Example:
+      >>> config = PRESETS["micro"]
+      >>> params = init_params(config, jax.random.key(0))
+      >>> windows = jnp.zeros((1, 9), jnp.int32)
+      >>> f"{make_parts(config).loss(params, windows):.3f}"
+      '6.250'
+    """
+    model = nnx.eval_shape(lambda: Llama(config, layers, rngs=nnx.Rngs(0)))
+    head_name = "embed" if config.tied else "head"
+    names = {"embed", "norm", head_name}
+    graphs = {name: nnx.split(getattr(model, name))[0] for name in names}
+    graph, _ = nnx.split(model.blocks)
+    part = lambda rest, name: nnx.merge(graphs[name], rest.get(name, {}))
+
+    @_standard_promotion
+    def first(rest, windows):
+        return part(rest, "embed")(windows[:, :-1])
+
+    @_standard_promotion
+    def block(params, x_BTH):
+        return nnx.merge(graph, params)(x_BTH)
+
+    @_standard_promotion
+    def last(rest, x_BTH, windows):
+        x_BTH, head = part(rest, "norm")(x_BTH), part(rest, head_name)
+        return _cross_entropy(config, head, x_BTH, windows[:, 1:], chunk)
+
+    block = jax.checkpoint(block) if config.remat else block
+    return Parts(first=first, block=block, last=last)
+
+
+def _standard_promotion(f):
+    """f, traced so that Flax's norms may mix bfloat16 and float32."""
+
+    @functools.wraps(f)
+    def call(*args):
+        with jax.numpy_dtype_promotion("standard"):
+            return f(*args)
+
+    return call
+
+
+def _cross_entropy(config: LlamaConfig, head: Any, x_BTH, labels_BT, chunk: int):
+    if config.tied and type(head) is nnx.Embed:
+        kernel = head.embedding[...]
+    elif type(head) is nnx.Linear and not head.use_bias:
+        kernel = head.kernel[...]
+    else:
+        whole: Any = head
+        logits = whole.attend(x_BTH) if config.tied else whole(x_BTH)
+        return _mean_cross_entropy(logits, labels_BT)
+    return chunked_cross_entropy(
+        x_BTH.astype(config.dtype),
+        kernel.astype(config.dtype),
+        labels_BT,
+        chunk=chunk,
+        vocab_first=config.tied,
+    )
+
+
+def _mean_cross_entropy(logits, labels):
+    each = optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), labels
+    )
+    return jnp.mean(each)
 
 
 def count_params(config: LlamaConfig) -> int:

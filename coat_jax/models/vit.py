@@ -195,8 +195,7 @@ class MlpBlock(nnx.Module):
 
     def __call__(self, x_BTH):
         """The residual stream, with the MLP's result added."""
-        (h_BTF,) = nn.norm_linear(self.norm, [self.up], x_BTH)
-        return nn.act_linear("gelu_tanh", self.down, h_BTF, residual=x_BTH)
+        return nn.mlp(self.norm, [self.up], "gelu_tanh", self.down, x_BTH, x_BTH)
 
 
 class EncoderBlock(nnx.Module):

@@ -9,6 +9,7 @@ from coat_jax.nn.convert import Report as Report
 from coat_jax.nn.convert import convert as convert
 from coat_jax.nn.functional import act_linear as act_linear
 from coat_jax.nn.functional import attention_linear as attention_linear
+from coat_jax.nn.functional import mlp as mlp
 from coat_jax.nn.functional import norm_linear as norm_linear
 from coat_jax.nn.layers import Conv as Conv
 from coat_jax.nn.layers import Einsum as Einsum

@@ -15,7 +15,7 @@ from jax import numpy as jnp
 
 from coat_jax.activations import Activation
 from coat_jax.nn.attention import Attention
-from coat_jax.nn.functional import act_linear, norm_linear
+from coat_jax.nn.functional import mlp
 from coat_jax.nn.layers import LayerNorm, Linear, RMSNorm
 from coat_jax.policy import DEFAULT, Policy
 
@@ -72,8 +72,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x, *, norm: nnx.Module | None = None, residual=None):
         """residual + MLP(norm(x)): (..., in_features) to (..., out_features)."""
-        h = norm_linear(norm, [self.up], x)
-        return act_linear(self.activation, self.down, *h, residual=residual)
+        return mlp(norm, [self.up], self.activation, self.down, x, residual)
 
 
 class GatedMLP(nnx.Module):
@@ -118,8 +117,8 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x, *, norm: nnx.Module | None = None, residual=None):
         """residual + MLP(norm(x)): (..., in_features) to (..., out_features)."""
-        h = norm_linear(norm, [self.gate, self.up], x)
-        return act_linear(self.activation, self.down, *h, residual=residual)
+        into = [self.gate, self.up]
+        return mlp(norm, into, self.activation, self.down, x, residual)
 
 
 class _Block(nnx.Module):

@@ -112,6 +112,55 @@ def act_linear(
     return _added(after, fused.act_linear(inputs, kernel, bias, **how))
 
 
+def mlp(
+    norm: Layer | None,
+    into: Sequence[Layer],
+    activation,
+    down: Layer,
+    x: jax.Array,
+    residual: jax.Array | None = None,
+) -> jax.Array:
+    """residual + down(activation(gate) * up), gate and up being `into` of norm(x).
+
+    What `norm_linear` and `act_linear` give one after the other. Where all are ours, of
+    one policy and without biases before the activation, the gradients between the two
+    are made as FP8 codes at once (`coat_jax.fused.gated_mlp`).
+
+    Args:
+      norm: a norm, or None to project x itself.
+      into: one module, or two: gate and up.
+      activation: as `act_linear` takes it.
+      down: a module over the last axis.
+      x: (..., features).
+      residual: added to the result, or None.
+
+    Example:
+      >>> rngs = nnx.Rngs(0)
+      >>> norm, up = RMSNorm(16, rngs=rngs), Linear(16, 32, rngs=rngs)
+      >>> down = Linear(32, 16, rngs=rngs)
+      >>> mlp(norm, [up], "silu", down, jax.numpy.ones((2, 16))).shape
+      (2, 16)
+    """
+    known = isinstance(activation, str)
+    name: Any = activation if known else _ACTIVATIONS.get(activation)
+    policy = shared_policy([*into, down])
+    if (
+        name is None
+        or policy is None
+        or norm is None
+        or not _joins(norm, into, policy, x)
+        or not _same_dtype(norm, [*into, down], x, residual)
+    ):
+        h = norm_linear(norm, into, x)
+        return act_linear(activation, down, *h, residual=residual)
+    dtype = compute_dtype(norm, x.dtype)
+    kernels = [linear.kernel[...] for linear in (*into, down)]
+    biases = [value_of(linear.bias) for linear in (*into, down)]
+    run = fused.gated_mlp if len(into) == 2 else fused.mlp
+    how = {"activation": name, "policy": policy, "residual": residual}
+    return run(x.astype(dtype), *kernels, biases, **how, **_norm_arguments(norm))
+
+
 def attention_linear(
     linear: Layer,
     query: jax.Array,
@@ -189,6 +238,13 @@ def _dtype_of(linears, dtype):
     """What all of the linear maps compute in, or None where they differ."""
     found = {compute_dtype(linear, dtype) for linear in linears}
     return found.pop() if len(found) == 1 else None
+
+
+def _same_dtype(norm, linears, x, residual) -> bool:
+    """Whether all compute in one dtype, to which a residual can be added."""
+    dtype = compute_dtype(norm, x.dtype)
+    fits = residual is None or residual.dtype == dtype
+    return fits and _dtype_of(linears, dtype) == dtype
 
 
 def _norm_arguments(norm) -> dict:

@@ -1,0 +1,1 @@
+"""Pallas kernels of single operations, each beside the reference that defines it."""
