@@ -13,11 +13,11 @@ import math
 import jax
 from jax import lax
 from jax import numpy as jnp
-import numpy as np
 import optax
 
 from benchmarks import harness
 from coat_jax import apply_fused, fp8_adamw
+from coat_jax.expand import expand_quantize
 from coat_jax.formats import E4M3
 from coat_jax.kernels import adam, dispatch
 from coat_jax.kernels.approximate import triton_functions
@@ -37,22 +37,27 @@ LLAMA = {
     "down": (LAYERS, F, H),
 }
 TILES = [(4, 1), (2, 1), (8, 2), (8, 4), (4, 2), (16, 4)]
-SAME_CODES = 1e-4  # share of codes that may differ from the reference, by one step
+# What a step by a kernel may differ by from XLA's, from one state. The first step has
+# equal moments to encode; in the others m's smallest number may be what two that cancel
+# leave, each of which rounds otherwise, and with it go power and codes of a group.
+SAME_CODES = 1e-4  # share of codes by one step, in groups of equal power
+OTHER_POWERS = {"first": {"m": 1e-6, "v": 1e-6}, "fifth": {"m": 5e-4, "v": 2e-5}}
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key, shape, dtype, scale):
+    return (jax.random.normal(key, shape) * scale).astype(dtype)
 
 
 def draw(shapes, dtype, scale: float, seed: int):
     """A tree of normal numbers, drawn in float32 on the device."""
-    is_shape = lambda x: isinstance(x, tuple)
-    leaves, tree = jax.tree.flatten(shapes, is_leaf=is_shape)
+    leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    make = jax.jit(
-        lambda key, shape: (jax.random.normal(key, shape) * scale).astype(dtype),
-        static_argnums=1,
-    )
+    make = lambda key, shape: _normal(key, shape, dtype, jnp.float32(scale))
     return tree.unflatten(map(make, keys, leaves))
 
 
-def steps(shapes, dtype):
+def steps(dtype):
     """Name to (transformation, step): f(params, state, grads) -> (params, state)."""
     tx, peer = fp8_adamw(1e-3, b2=0.95), optax.adamw(1e-3, b2=0.95)
     key = jax.random.key(0) if dtype == jnp.bfloat16 else None
@@ -80,21 +85,31 @@ def traffic_of(params, state, grads) -> int:
 
 def compare(case: str, shapes, dtype, repeats: int) -> None:
     """Times and records every implementation on a tree of `shapes`."""
-    ceiling = traffic_only(dtype, repeats) if shapes is LEAF else None
-    for name, (tx, step) in steps(shapes, dtype).items():
-        params, grads = draw(shapes, dtype, 0.02, 0), draw(shapes, dtype, 1e-3, 1)
-        state = jax.jit(tx.init)(params)
-        count = sum(leaf.size for leaf in jax.tree.leaves(params))
-        moved = traffic_of(params, state, grads)
-        run = jax.jit(step, donate_argnums=(0, 1))
-        try:
-            seconds = harness.time(
-                run, params, state, grads, donate=(0, 1), repeats=repeats
+    leaf = shapes is LEAF
+    ceiling = traffic_only(dtype, repeats) if leaf else None
+    if ceiling:
+        _, *arrays = operands(dtype)
+        moved = traffic_of(arrays[0], arrays[2:], arrays[1])
+        report(case, "traffic only", ceiling, math.prod(LEAF["w"]), moved)
+        del arrays
+    grads = draw(shapes, dtype, 1e-3, 1)
+    for name, (tx, step) in steps(dtype).items():
+        if name != "xla" or leaf:  # XLA's rate is no other on a tree
+            one = functools.partial(
+                measure, case, name, tx, step, shapes, grads, ceiling, repeats
             )
-        except Exception as error:  # the others still count
-            print(f"{case} {name}: {type(error).__name__}: {str(error)[:300]}")
-            continue
-        report(case, name, seconds, count, moved, ceiling)
+            harness.attempt(f"{case} {name}", one)
+
+
+def measure(case, name, tx, step, shapes, grads, ceiling, repeats: int) -> None:
+    """Times and records one implementation."""
+    params = draw(shapes, jax.tree.leaves(grads)[0].dtype, 0.02, 0)
+    state = jax.jit(tx.init)(params)
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    moved = traffic_of(params, state, grads)
+    run = jax.jit(step, donate_argnums=(0, 1))
+    arrays, how = (params, state, grads), {"donate": (0, 1), "repeats": repeats}
+    report(case, name, harness.time(run, *arrays, **how), count, moved, ceiling)
 
 
 def report(case, name, seconds, count, moved, ceiling=None) -> None:
@@ -122,16 +137,13 @@ def moves(how, s, p, g, m, v, start):
 
 def operands(dtype, shape=LEAF["w"]):
     """(words, p, g, m, v) of a kernel, the moments' groups spanning some octaves."""
-    tx = fp8_adamw(1e-3)
-    params, grads = (draw({"w": shape}, dtype, s, i) for i, s in enumerate((1, 1e-3)))
-    _, state = jax.jit(functools.partial(apply_fused, tx, implementation="xla"))(
-        grads, jax.jit(tx.init)(params), params
-    )
-    m, v = (tuple(tree["w"] for tree in moment) for moment in state[0][1:])
+    p, g = (draw({"w": shape}, dtype, s, i)["w"] for i, s in enumerate((1, 1e-3)))
+    encode = jax.jit(lambda x: tuple(expand_quantize(x, format=E4M3, group=GROUP)))
+    m, v = encode(g), encode(g * g)
     half = -0.5 * math.log2(1 - 0.999**2)
     numbers = [0.9, 0.1, 0.999, 0.001, 1 / (1 - 0.9**2), 0.0, 1 / (1 - 0.999**2), half]
     words = adam.packed(adam.Scalars(*numbers, 0.0, 1e-8, -1e-3, -1e-7, 5, 9))
-    return words, params["w"], grads["w"], m, v
+    return words, p, g, m, v
 
 
 def time_kernel(dtype, repeats: int, arrays=None, *, v="stochastic", **how) -> float:
@@ -152,7 +164,7 @@ def time_kernel(dtype, repeats: int, arrays=None, *, v="stochastic", **how) -> f
 
 def traffic_only(dtype, repeats: int) -> float:
     """Seconds of the kernel without arithmetic, at the best of some tiles."""
-    each = [(4, 4), (8, 4), (16, 8)]
+    each = [(4, 4), (16, 8)]
     return min(
         time_kernel(dtype, repeats, step=moves, tile=tile, warps=warps)
         for tile, warps in each
@@ -179,55 +191,71 @@ def sweep(dtypes, repeats: int) -> None:
 # The kernel against its definition ----------------------------------------------------
 
 
-def check(dtypes) -> None:
-    """Prints what differs between the kernel's step and XLA's, from one state."""
-    shapes = {"w": (4096, 11008), "v": (3, 300, 384)}
+def check(dtypes, shape=(2048, 11008)) -> bool:
+    """Whether kernels take XLA's step from one state, as far as is stated; prints it.
+
+    One leaf is ragged for Triton and refused by Mosaic: XLA's step then, bit for bit.
+    """
+    shapes, good = {"w": shape, "ragged": (3, 301, 384)}, True
     for dtype in dtypes:
+        found = steps(dtype)
+        run = {n: jax.jit(step) for n, (_, step) in found.items() if n != "optax.adamw"}
         for scale in (1e-3, 1e-8, 1e3):
             grads = [draw(shapes, dtype, scale, seed) for seed in range(5)]
-            found = steps(shapes, dtype)
-            by_xla = jax.jit(found["xla"][1])
             params = draw(shapes, dtype, 0.02, 9)
             state = jax.jit(found["xla"][0].init)(params)
-            for g in grads[:4]:
-                params, state = by_xla(params, state, g)
-            want = by_xla(params, state, grads[4])
-            for name in adam.KERNELS:
-                got = jax.jit(found[name][1])(params, state, grads[4])
-                print(
-                    f"check {dtype.__name__} {scale:g} {name}:", *differences(got, want)
-                )
+            for i, g in enumerate(grads):
+                want = run["xla"](params, state, g)
+                if when := {0: "first", 4: "fifth"}.get(i):
+                    for name in list(run)[1:]:
+                        got = run[name](params, state, g)
+                        words, within = verdict(
+                            jax.device_get(_differ(got, want)), when
+                        )
+                        print(f"check {dtype.__name__} {scale:g} {when} {name}:", words)
+                        good &= within
+                params, state = want
+    return good
 
 
-def differences(got, want):
-    """Words on codes, powers and parameters."""
+@jax.jit
+def _differ(got, want):
+    """For each moment (other codes where powers agree, the farthest, other powers)."""
     (params, state), (others, other) = got, want
+    found = {}
     for kind, a, b in zip("mv", state[0][1:], other[0][1:], strict=True):
-        steps = [
-            np.abs(ordinal(x) - ordinal(y))
-            for x, y in zip(*map(jax.tree.leaves, (a.codes, b.codes)), strict=True)
-        ]
-        steps = np.concatenate([s.ravel() for s in steps])
-        powers = [
-            np.mean(np.asarray(x) != np.asarray(y))
-            for x, y in zip(*map(jax.tree.leaves, (a.power, b.power)), strict=True)
-        ]
-        share = (steps > 0).mean()
-        verdict = (
-            "ok" if share <= SAME_CODES and steps.max() <= 1 else "MORE THAN STATED"
+        same = jax.tree.map(lambda x, y: x == y, a.power, b.power)
+        apart = jax.tree.map(
+            lambda x, y, s: jnp.abs(ordinal(x) - ordinal(y)) * jnp.repeat(s, GROUP, -1),
+            *(a.codes, b.codes, same),
         )
-        yield f"{kind} codes {share:.1e} by {steps.max()}"
-        yield f"powers {max(powers):.1e} {verdict};"
-    wide = lambda tree: [np.asarray(x, np.float32) for x in jax.tree.leaves(tree)]
-    pairs = list(zip(wide(params), wide(others), strict=True))
-    yield f"p by {max(np.abs(x - y).max() for x, y in pairs):.1e}"
-    yield f"in {max(np.mean(x != y) for x, y in pairs):.1e}"
+        join = lambda tree: jnp.concatenate([x.ravel() for x in jax.tree.leaves(tree)])
+        apart, same = join(apart), join(same)
+        found[kind] = (apart > 0).mean(), apart.max(), (~same).sum(), same.size
+    wide = lambda x: x.astype(jnp.float32)
+    off = jax.tree.map(lambda x, y: jnp.abs(wide(x) - wide(y)).max(), params, others)
+    return found, jax.tree.reduce(jnp.maximum, off)
 
 
-def ordinal(codes) -> np.ndarray:
+def verdict(differ, when: str):
+    """Words on what differs, and whether it is within what is stated."""
+    found, off = differ
+    words, good = [], True
+    for kind, (share, farthest, powers, groups) in found.items():
+        most = max(1, OTHER_POWERS[when][kind] * groups)
+        within = share <= SAME_CODES and farthest <= 1 and powers <= most
+        words.append(
+            f"{kind} codes {share:.1e} by {farthest}, powers {powers} of {groups}"
+            f"{'' if within else ' MORE THAN STATED'};"
+        )
+        good &= bool(within)
+    return " ".join([*words, f"p by {off:.1e}"]), good
+
+
+def ordinal(codes):
     """Codes numbered by value."""
-    number = np.asarray(lax.bitcast_convert_type(codes, jnp.uint8)).astype(np.int32)
-    return np.where(number & 0x80, -(number & 0x7F), number)
+    number = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.int32)
+    return jnp.where(number >= 128, 128 - number, number)
 
 
 def main() -> None:
@@ -235,21 +263,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sweep", action="store_true", help="tiles and variants")
     parser.add_argument("--check", action="store_true", help="compare with XLA's step")
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     harness.prepare()
-    dtypes = (jnp.float32, jnp.bfloat16)
-    if args.check:
-        check(dtypes)
+    dtypes = (jnp.bfloat16, jnp.float32)
+    if args.check and not check(dtypes):
+        raise SystemExit(
+            "check: a kernel's step differs from XLA's by more than stated"
+        )
     if args.sweep:
         sweep(dtypes, 3)
     if args.check or args.sweep:
         return
     for dtype in dtypes:
-        compare(f"16384 x 16384 {dtype.__name__}", LEAF, dtype, args.repeats)
-        compare(
-            f"Llama-2-7B, {LAYERS} layers, {dtype.__name__}", LLAMA, dtype, args.repeats
-        )
+        for where, shapes in (
+            ("16384 x 16384", LEAF),
+            (f"Llama-2-7B, {LAYERS} layers,", LLAMA),
+        ):
+            compare(f"{where} {dtype.__name__}", shapes, dtype, args.repeats)
     print(harness.table("optimizer"))
 
 

@@ -17,6 +17,7 @@ from coat_jax.fp8_state import fp8_state as fp8_state
 from coat_jax.interop import from_optax_adam as from_optax_adam
 from coat_jax.interop import to_optax_adam as to_optax_adam
 from coat_jax.kernels.dispatch import use_kernels as use_kernels
+from coat_jax.layerwise import layerwise_step as layerwise_step
 from coat_jax.linear import fp8_dot as fp8_dot
 from coat_jax.linear import fp8_dot_general as fp8_dot_general
 from coat_jax.memory import memory_report as memory_report

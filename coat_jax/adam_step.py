@@ -112,15 +112,15 @@ def new_params(
         )
     )
     kernels = {
-        backend: lambda inputs, interpret, kernel=kernel: call(
-            _by_kernel, kernel=functools.partial(kernel, interpret=interpret)
+        backend: lambda inputs, interpret, backend=backend: call(
+            _by_kernel, backend=backend, interpret=interpret
         )(inputs)
-        for backend, kernel in adam.KERNELS.items()
+        for backend in adam.KERNELS
     }
     return dispatch.run(
         "apply_fused",
         implementation,
-        _refusal(link, grads, state, params, stacked=layer is not None),
+        _refusal(link, grads, state, params, layer is not None, implementation),
         kernels,
         call(_by_chain),
         _Inputs(grads, state, params, words, arrays, layer),
@@ -208,9 +208,9 @@ def _word(words, path: str):
 
 
 def _refusals(
-    link: Link, grads, state, params, *, stacked: bool
+    link: Link, grads, state, params, stacked: bool, backend: str | None
 ) -> dict[str, str | None]:
-    """For each leaf's path, why the kernel does not take it, or None."""
+    """For each leaf's path, why the backend's kernel does not take it, or None."""
     if not isinstance(state, tuple) or not hasattr(state[0], "mu"):
         return {}
     mu, nu = state[0].mu, state[0].nu
@@ -219,13 +219,13 @@ def _refusals(
     if not same:  # the chain says what is wrong
         return {}
     return {
-        path: _leaf_refusal(link.storage, stacked, *arrays)
+        path: _leaf_refusal(link.storage, stacked, backend, *arrays)
         for path, arrays in _leaves(trees)
     }
 
 
 def _leaf_refusal(
-    storage: Storage, stacked: bool, p, g, m, m_amax, v, v_amax
+    storage: Storage, stacked: bool, backend, p, g, m, m_amax, v, v_amax
 ) -> str | None:
     if of_dtype(m.dtype) is None:
         return "its moments are kept in float32"
@@ -235,12 +235,12 @@ def _leaf_refusal(
             return f"its {kind} moment is not stored as storage says"
     if not p.shape[stacked:] == g.shape == m.shape[stacked:] == v.shape[stacked:]:
         return "its gradient or moment has another shape"
-    how = {"elements": p.size}
+    how = {"elements": p.size, "backend": backend}
     return adam.refuses(g.shape, p.dtype, g.dtype, storage.group, **how)
 
 
-def _refusal(link: Link, grads, state, params, *, stacked: bool) -> str | None:
-    found = _refusals(link, grads, state, params, stacked=stacked)
+def _refusal(link, grads, state, params, stacked: bool, backend) -> str | None:
+    found = _refusals(link, grads, state, params, stacked, backend)
     if any(reason is None for reason in found.values()):
         return None
     if not found:
@@ -249,10 +249,10 @@ def _refusal(link: Link, grads, state, params, *, stacked: bool) -> str | None:
     return f"of all leaves none can be taken, as {path!r}: {reason}"
 
 
-def _by_kernel(link: Link, inputs: _Inputs, *, kernel):
-    """The leaves that a kernel takes by it, the others by the chain."""
-    stacked = inputs.layer is not None
-    found = _refusals(link, inputs.grads, inputs.state, inputs.params, stacked=stacked)
+def _by_kernel(link: Link, inputs: _Inputs, *, backend: str, interpret: bool):
+    """The leaves that a backend's kernel takes by it, the others by the chain."""
+    trees = inputs.grads, inputs.state, inputs.params
+    found = _refusals(link, *trees, inputs.layer is not None, backend)
     mask = link.mask(inputs.params) if callable(link.mask) else link.mask
     decayed = _decayed(mask, inputs.params)
 
@@ -273,9 +273,8 @@ def _by_kernel(link: Link, inputs: _Inputs, *, kernel):
     rest_mask = None if mask is None else left(decayed)
     rest_params, rest_state = _by_chain(link._replace(mask=rest_mask), rest)
     scalars = _scalars(link, inputs.words, first.count, inputs.state[1:])
-    step = functools.partial(
-        _leaf, link, scalars, inputs.words is not None, kernel, inputs.layer
-    )
+    how = adam.KERNELS[backend], interpret, inputs.layer
+    step = functools.partial(_leaf, link, scalars, inputs.words is not None, *how)
     trees = (inputs.params, inputs.grads, *first.mu, *first.nu, decayed)
     done = {
         path: step(path, arrays)
@@ -355,7 +354,9 @@ def _factors(link: Link, tail_state) -> dict[bool, Any]:
     return both
 
 
-def _leaf(link: Link, scalars, rounded: bool, kernel, layer, path: str, arrays):
+def _leaf(
+    link: Link, scalars, rounded: bool, kernel, interpret, layer, path: str, arrays
+):
     """New p and moments of one leaf: on each device those of its shard."""
     p, g, *moments, decayed = arrays
     storage, eps_root = link.storage, link.hyper.eps_root
@@ -374,9 +375,11 @@ def _leaf(link: Link, scalars, rounded: bool, kernel, layer, path: str, arrays):
 
     def local(words, p, g, *rest):
         m, v, starts = rest[:3], rest[3:6], rest[6:]
-        new, m, v = kernel(words, p, g, m, v, starts, how=how)
+        new, m, v = kernel(words, p, g, m, v, starts, how=how, interpret=interpret)
         return new, *m, *v
 
+    if interpret and kernel is adam.mosaic:  # its side effects may not be partitioned
+        return local(words, p, g, *moments, *starts)
     if layer is None:
         param, moment = "... (g s)", "... (g s), ... g, ... g"
         rule = f"k, {param}, ... (g s), {moment}, {moment}, ..., g"

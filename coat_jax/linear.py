@@ -311,7 +311,7 @@ def products(
     dtype,
     out_sharding=None,
 ) -> tuple[list[jax.Array], Scales]:
-    """x times each kernel in float32; x is encoded once, if it isn't yet. And scales."""
+    """x times each kernel in float32, x encoded once if it isn't yet; and scales."""
     (contract, _), _ = dimension_numbers
     encoded = isinstance(x, Encoded)
     x_K = x if encoded else matmul.encode(x, policy.x, tuple(contract))

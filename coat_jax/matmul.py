@@ -98,7 +98,7 @@ def encode(
         return Encoded(x, None)
     scale = _scale_for(x, operand, contract, after, scale)
     if fused:
-        return Encoded(cast(x.astype(jnp.float32) / scale, operand.format), scale)
+        return Encoded(_rounded(x, scale, operand), scale)
     codes, codes_T = _codes(x, scale, operand, contract, both=False)
     return Encoded(codes if codes_T is None else codes_T, scale)
 
@@ -137,12 +137,21 @@ def _codes(x, scale, operand: Operand, contract, *, both: bool):
     rows = len(contract)
     first = 0 < rows < x.ndim and tuple(contract) == tuple(range(rows))
     if not (first and operand.exact and scale.size == 1 and dispatch.worthwhile(x)):
-        return cast(x.astype(jnp.float32) / scale, operand.format), None
+        return _rounded(x, scale, operand), None
     codes, codes_T = encoding.encode(
         x, scale, format=operand.format, rows=rows, codes=both, transposed=True
     )
     back = (*range(x.ndim - rows, x.ndim), *range(x.ndim - rows))
     return codes, codes_T.transpose(back)
+
+
+def _rounded(x, scale, operand: Operand):
+    """x / scale in the operand's format."""
+    x = x.astype(jnp.float32)
+    # The reciprocal of a power of two is exact, and a division an element takes XLA's
+    # loops on a GPU longer than memory does.
+    x = x * (1.0 / scale) if operand.exact else x / scale
+    return cast(x, operand.format)
 
 
 def scale_of(x: jax.Array, operand: Operand, contract: tuple[int, ...]) -> jax.Array:
@@ -192,7 +201,7 @@ def encode_weight(
     if operand.format is None:
         return Encoded(kernel, None)
     scale = _scale_for(kernel, operand, contract, after, scale)
-    codes = cast(kernel.astype(jnp.float32) / scale, operand.format)
+    codes = _rounded(kernel, scale, operand)
     order = Layout(major_to_minor=tuple(range(codes.ndim)))
     return Encoded(with_layout_constraint(codes, order), scale)
 

@@ -25,9 +25,15 @@ _TILE = 512  # elements of a program of one warp, so 16 a thread
 
 
 def refuses(
-    shape, p_dtype, g_dtype, group: int, *, elements: int | None = None
+    shape,
+    p_dtype,
+    g_dtype,
+    group: int,
+    *,
+    elements: int | None = None,
+    backend: str | None = None,
 ) -> str | None:
-    """Why no kernel takes a parameter, or None.
+    """Why a kernel does not take a parameter, or None.
 
     Args:
       shape: of the gradient.
@@ -35,6 +41,7 @@ def refuses(
       g_dtype: of the gradient.
       group: elements that share amax and power.
       elements: of the whole array, where the gradient is one layer's.
+      backend: whose kernel; None: the one that is preferred.
     """
     for name, dtype in (("parameters", p_dtype), ("gradients", g_dtype)):
         if jnp.dtype(dtype).name not in ("float32", "bfloat16"):
@@ -48,7 +55,7 @@ def refuses(
     elements = math.prod(shape) if elements is None else elements
     if 2**31 <= elements <= 2**32:  # of one byte: 32 bits with a sign are too few
         return f"Pallas cannot count {elements} elements, from 2^31 to 2^32; split them"
-    if dispatch.has_triton():
+    if backend != "mosaic" and dispatch.has_triton():
         return None
     return _mosaic_refuses(math.prod(shape) // group, p_dtype, g_dtype, group)
 

@@ -208,10 +208,10 @@ def _stretch(f: Functions, how: How, format: Format, size, most_T) -> _Stretch:
     bad = most_T >= _INFINITE
     zero = most_T < _NORMAL
     exponent = lax.shift_right_logical(most_T, np.int32(23))
-    log_most = f.log2(_float((most_T & _MANTISSA) | _ONE))
+    log_most = f.log2(_mantissa(most_T))
     if how.expand:
         least_T = _FLIP - jnp.max(_FLIP - size, axis=1)
-        power = _power(f, format, exponent, log_most, least_T)
+        power = _power(f, format, most_T, least_T)
         power = jnp.where(bad | zero, np.float32(STEPS), power)
     else:
         power = jnp.full(most_T.shape, STEPS, jnp.float32)
@@ -226,16 +226,39 @@ def _stretch(f: Functions, how: How, format: Format, size, most_T) -> _Stretch:
     return _Stretch(amax, power, k, _float(scale), start)
 
 
-def _power(f: Functions, format: Format, exponent, log_most, least_T):
-    """16 k; exponents and mantissas of M and mu are compared apart, as they cancel."""
+def _mantissa(bits):
+    """From 1 to 2, as the number it is."""
+    return _float((bits & _MANTISSA) | _ONE)
+
+
+def _power(f: Functions, format: Format, most_T, least_T):
+    """16 k of the bits of M and mu.
+
+    A floor is as good as what is under it, so that is as right as the definition's, to
+    2^-25 in the mean: an approximate logarithm would move one floor in 10^5. Exponents
+    and mantissas are compared apart, as they cancel.
+    """
     reach = np.float32(np.log2(np.float32(format.range)) * STEPS)
-    log_least = f.log2(_float((least_T & _MANTISSA) | _ONE))
-    steps = exponent - lax.shift_right_logical(least_T, np.int32(23))
-    octaves = steps.astype(jnp.float32) + (log_most - log_least)
+    of = lambda bits: lax.shift_right_logical(bits, np.int32(23))
+    steps = (of(most_T) - of(least_T)).astype(jnp.float32)
+    octaves = steps + _log2_ratio(f, _mantissa(most_T), _mantissa(least_T))
     octaves = jnp.maximum(octaves, np.float32(2.0**-20))
-    power = reach * f.reciprocal(octaves)
+    power = f.divide(jnp.full_like(octaves, reach), octaves)
     power = jnp.clip(power, np.float32(1), np.float32(MAX_POWER))
     return power.astype(jnp.int32).astype(jnp.float32)
+
+
+# log2((1 + t) / (1 - t)) = t P(t^2) for |t| <= 1/3: interpolated at Chebyshev's points.
+_RATIO = (0.406230867, 0.403451949, 0.577432871, 0.961791694, 2.88539004)
+
+
+def _log2_ratio(f: Functions, x, y):
+    """log2(x / y) for x and y from 1 to 2."""
+    t = (x - y) * f.reciprocal(x + y)
+    square, series = t * t, jnp.full_like(t, _RATIO[0])
+    for coefficient in _RATIO[1:]:
+        series = f.fma(series, square, coefficient)
+    return t * series
 
 
 def _encode_m(f: Functions, how: How, x):

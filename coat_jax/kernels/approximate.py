@@ -24,6 +24,7 @@ class Functions(NamedTuple):
       log2: of |x|; -inf where that is below the smallest normal float32.
       exp2: of any x, 0 at -inf.
       reciprocal: 1 / x.
+      divide: x / y, as rounded; of normal numbers.
       fma: x y + z.
       flushed_times: x y, with an x below the smallest normal float32 taken as 0.
       around: of y >= 0 in a format, the number of the largest value that is no larger,
@@ -37,6 +38,7 @@ class Functions(NamedTuple):
     log2: Callable
     exp2: Callable
     reciprocal: Callable
+    divide: Callable
     fma: Callable
     flushed_times: Callable
     around: Callable
@@ -88,6 +90,7 @@ EXACT = Functions(
     log2=lambda x: jnp.log2(_flushed(jnp.abs(x))),
     exp2=jnp.exp2,
     reciprocal=lambda x: 1.0 / x,
+    divide=lambda x, y: x / y,
     fma=lambda x, y, z: x * y + z,
     flushed_times=lambda x, y: _flushed(x) * y,
     around=_around,
@@ -114,14 +117,26 @@ def triton_functions(*, table: bool = False) -> Functions:
         log2=_log2,
         exp2=lambda x: _asm("ex2.approx.ftz.f32 $0, $1;", x),
         reciprocal=lambda x: _asm("rcp.approx.ftz.f32 $0, $1;", x),
+        divide=_divide,
         # Triton rounds products before it adds.
-        fma=lambda *args: _asm("fma.rn.f32 $0, $1, $2, $3;", *args),
+        fma=_fma,
         flushed_times=lambda x, y: _asm("mul.ftz.f32 $0, $1, $2;", x, y),
         around=functools.partial(_around_by_subnormals, log2=_log2, table=table),
         negative=_sign_bit,
         wide=_wide,
         cast=_cast,
     )
+
+
+def _fma(x, y, z):
+    return _asm("fma.rn.f32 $0, $1, $2, $3;", x, y, z)
+
+
+def _divide(x, y):
+    """What the approximate reciprocal leaves as a remainder is divided again."""
+    inverse = _asm("rcp.approx.ftz.f32 $0, $1;", y)
+    quotient = x * inverse
+    return _fma(_fma(-quotient, y, x), inverse, quotient)
 
 
 def _log2(x):
