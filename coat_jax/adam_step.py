@@ -135,7 +135,7 @@ def _mask_of_part(mask, whole, params):
     return {name: decayed[name] for name in params}
 
 
-def _by_chain(link: Link, inputs: _Inputs):
+def _by_chain(link: Link, inputs: _Inputs) -> tuple[Any, Any]:
     """By optax's chain; of stacked leaves, on what is of the layer."""
     if inputs.layer is None:
         return _chained(link, inputs, None)
@@ -163,10 +163,11 @@ def _put(layer: Layer, x, new):
     return lax.dynamic_update_index_in_dim(x, new, layer.index, 0)
 
 
-def _chained(link: Link, inputs: _Inputs, layer: Layer | None):
+def _chained(link: Link, inputs: _Inputs, layer: Layer | None) -> tuple[Any, Any]:
     """By optax's chain; with a key, nothing is rounded to bfloat16 on the way."""
     grads, state, params, words, *_ = inputs
-    update = functools.partial(link.chain().update, coat_jax_layer=layer)
+    update: Any = link.chain().update  # optax types states as trees, links as plain
+    update = functools.partial(update, coat_jax_layer=layer)
     if words is None:
         updates, new = update(grads, state, params)
         return optax.apply_updates(params, updates), new
@@ -229,9 +230,12 @@ def _leaf_refusal(
 ) -> str | None:
     if of_dtype(m.dtype) is None:
         return "its moments are kept in float32"
-    for codes, amax, kind in ((m, m_amax, "m"), (v, v_amax, "v")):
-        fits = codes.dtype == storage.format_of(kind).dtype
-        if not fits or amax.shape != group_shape(codes.shape, storage.group):
+    formats = storage.m_format, storage.v_format
+    kinds = zip("mv", formats, (m, v), (m_amax, v_amax), strict=True)
+    for kind, format, codes, amax in kinds:
+        if codes.dtype != format.dtype or amax.shape != group_shape(
+            codes.shape, storage.group
+        ):
             return f"its {kind} moment is not stored as storage says"
     if not p.shape[stacked:] == g.shape == m.shape[stacked:] == v.shape[stacked:]:
         return "its gradient or moment has another shape"
@@ -245,7 +249,7 @@ def _refusal(link, grads, state, params, stacked: bool, backend) -> str | None:
         return None
     if not found:
         return "the gradients and the state are not those of the parameters"
-    path, reason = max(found.items(), key=lambda item: "float32" not in item[1])
+    path, reason = max(found.items(), key=lambda item: "float32" not in str(item[1]))
     return f"of all leaves none can be taken, as {path!r}: {reason}"
 
 
@@ -347,6 +351,7 @@ def _factors(link: Link, tail_state) -> dict[bool, Any]:
     optax's own links say so, of unit vectors: schedules are as they have them.
     """
     update, param = jnp.array([1.0, 0.0]), jnp.array([0.0, 1.0])
+    both: Any
     both, params = {True: update, False: update}, {True: param, False: param}
     mask = None if link.mask is None else {True: True, False: False}
     for part, state in zip(link._replace(mask=mask).tail(), tail_state, strict=True):

@@ -3,6 +3,7 @@
 Letters: N the last axis in G groups, laid out as B blocks of C (see groups.py).
 """
 
+import math
 from typing import Any, NamedTuple
 
 from jax import lax
@@ -155,7 +156,7 @@ def _log2_ratio(x, y):
 
 def _power(amax_G, amin_G, format: Format):
     """16 k, as uint8; 16 for a group that is all zero or not finite."""
-    reach = jnp.log2(jnp.float32(format.range)) * STEPS
+    reach = jnp.float32(math.log2(format.range) * STEPS)
     # Contracted to a fused multiply-add, the ratio of equals may come out below zero.
     octaves = jnp.maximum(_log2_ratio(amax_G, amin_G), 2.0**-20)
     power = jnp.clip(jnp.floor(reach / octaves), 1, MAX_POWER)

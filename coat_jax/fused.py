@@ -246,7 +246,7 @@ def _chained(
     *,
     activation,
     policy,
-    norm="rms",
+    norm: Norm | None = "rms",
     scale=None,
     bias=None,
     epsilon=1e-6,

@@ -138,11 +138,19 @@ def _codes(x, scale, operand: Operand, contract, *, both: bool):
     first = 0 < rows < x.ndim and tuple(contract) == tuple(range(rows))
     if not (first and operand.exact and scale.size == 1 and dispatch.worthwhile(x)):
         return _rounded(x, scale, operand), None
-    codes, codes_T = encoding.encode(
-        x, scale, format=operand.format, rows=rows, codes=both, transposed=True
+    made: Any = encoding.encode(
+        x, scale, format=_format_of(operand), rows=rows, codes=both, transposed=True
     )
-    back = (*range(x.ndim - rows, x.ndim), *range(x.ndim - rows))
-    return codes, codes_T.transpose(back)
+    codes, codes_T = made
+    return codes, jnp.moveaxis(codes_T, range(-rows, 0), range(rows))
+
+
+def _format_of(operand: Operand) -> Format:
+    if operand.format is None:
+        raise ValueError(
+            f"matmul: an operand must have a format to be encoded in, got {operand}"
+        )
+    return operand.format
 
 
 def _rounded(x, scale, operand: Operand):
@@ -151,14 +159,14 @@ def _rounded(x, scale, operand: Operand):
     # The reciprocal of a power of two is exact, and a division an element takes XLA's
     # loops on a GPU longer than memory does.
     x = x * (1.0 / scale) if operand.exact else x / scale
-    return cast(x, operand.format)
+    return cast(x, _format_of(operand))
 
 
 def scale_of(x: jax.Array, operand: Operand, contract: tuple[int, ...]) -> jax.Array:
     """The scale with which `encode` encodes `x`."""
     axes = contract if operand.scaling == "vector" else tuple(range(x.ndim))
     if operand.scaling == "group" and x.size:
-        scale = _group_scaling(x, operand.format)
+        scale = _group_scaling(x, _format_of(operand))
     else:
         return scale_from(largest(x, axes), operand)
     return jnp.maximum(jnp.where(jnp.isfinite(scale), scale, jnp.nan), TINY)
@@ -166,7 +174,7 @@ def scale_of(x: jax.Array, operand: Operand, contract: tuple[int, ...]) -> jax.A
 
 def scale_from(amax: jax.Array, operand: Operand) -> jax.Array:
     """The scale for values up to `amax`, float32, of one tensor or its rows."""
-    scale = amax / operand.format.max
+    scale = amax / _format_of(operand).max
     scale = power_of_two(scale) if operand.exact else scale
     return jnp.maximum(jnp.where(jnp.isfinite(scale), scale, jnp.nan), TINY)
 
@@ -278,7 +286,7 @@ def multiply(
         return y.astype(jnp.float32)
     scales = _lhs_scale(lhs.scale, dims, y.ndim), _rhs_scale(rhs.scale, dims, y.ndim)
     if exact and not any(scale.ndim for scale in scales):
-        return (y * math.prod(scales).astype(wide)).astype(jnp.float32)
+        return (y * (scales[0] * scales[1]).astype(wide)).astype(jnp.float32)
     return y.astype(jnp.float32) * scales[0] * scales[1]
 
 

@@ -279,8 +279,10 @@ def apply_fused(
     the updates to memory and reads them again; here that pass can be fused away.
 
     A kernel's step is float32 throughout, rounded once to the parameters' dtype. From
-    equal state at most 1e-4 of its codes differ from XLA's, by one step; moments below
-    1.18e-38 count as zero.
+    equal state at most 5e-4 of its groups get another power than XLA's, as the smallest
+    number of a group may be what two that cancel leave; in the others at most 1e-4 of
+    the codes differ, by one step, or by a few where those two cancel (three were seen).
+    Moments below 1.18e-38 count as zero.
 
     With a key, bfloat16 parameters are rounded stochastically from the float32 result,
     so that changes below half their spacing (a relative 2^-9) are not lost but right

@@ -234,7 +234,7 @@ class Block:
         most = pullback.largest(self.prologue, stored, dh, **group)
         rank = (1,) * dh.ndim
         of_dxs = [matmul.scale_from(m.reshape(rank), g_operand) for m in most]
-        of_h = self._scale_again(scales.x)
+        of_h: Any = self._scale_again(scales.x)
         h_T, pairs = pullback.encode(
             self.prologue,
             stored,

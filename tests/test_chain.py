@@ -116,9 +116,23 @@ def test_values_and_gradients_are_those_of_the_codes(
         assert_sqnr(got, getattr(value, "value", value), db=50)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-@pytest.mark.parametrize("lead", [(), (1,), (T,), (2, 3, 5)], ids=str)
+LEADS = [(), (1,), (T,), (2, 3, 5)]
+DTYPES = ["bfloat16", "float16", "float32"]
+# The others are for the long campaigns.
+SHORT = [((T,), "float32"), ((2, 3, 5), "bfloat16"), ((), "float16")]
+
+
+@pytest.mark.parametrize(
+    ("lead", "dtype"),
+    [
+        pytest.param(lead, d, marks=[] if (lead, d) in SHORT else pytest.mark.soak)
+        for lead in LEADS
+        for d in DTYPES
+    ],
+    ids=str,
+)
 def test_kernels_give_what_XLA_gives(lead, dtype):
+    dtype = jnp.dtype(dtype)
     x, p = arguments(dtype, lead=lead)
     args = mlp, x, p, cotangent(x)
     got, want = computed("triton", *args), computed("xla", *args)
@@ -190,6 +204,7 @@ def test_the_kept_bits_are_those_without_kernels():
     assert_same_bits(found["triton"][T, H], found["xla"][T, H])  # the norm's input
 
 
+@pytest.mark.once
 def test_scan_and_remat_change_no_more_than_the_order():
     x, p = arguments(stack=(2,))
     scanned = lambda wrap: (
@@ -218,6 +233,7 @@ def test_save_fp8_keeps_the_codes():
     assert not [a for a in found if a.dtype == jnp.bfloat16 and a.size >= T * F]
 
 
+@pytest.mark.once
 def test_vmap_is_a_loop():
     x, p = arguments(lead=(3, T))
     with use_kernels("triton"):

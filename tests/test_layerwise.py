@@ -169,8 +169,8 @@ def llama_parts(policy="default", **changes):
     [
         ("lean", {"tied": True}),
         pytest.param("default", {}, marks=ONCE),
-        pytest.param("bf16", {"remat": True}, marks=ONCE),
-        pytest.param("bf16", {"dtype": jnp.bfloat16}, marks=ONCE),
+        pytest.param("bf16", {"remat": True}, marks=pytest.mark.soak),
+        pytest.param("bf16", {"dtype": jnp.bfloat16}, marks=pytest.mark.soak),
     ],
 )
 def test_a_decoder_moves_as_in_the_ordinary_step(policy, changes):

@@ -64,6 +64,7 @@ def small(h200_compile):
         return found
 
 
+@pytest.mark.once
 def test_another_layer_costs_what_it_keeps_and_no_gradient(small):
     (less, params), (more, _) = small
     grew = [m.memory_analysis().temp_size_in_bytes for m in (more, less)]

@@ -155,7 +155,8 @@ def test_a_float32_kernel_is_referred_to_and_not_copied():
     kept = [
         (a.shape, a.dtype.name) for a in jax.tree.leaves(jax.eval_shape(f, state, x))
     ]
-    wanted = [((64, 128), "uint8"), ((1, 1), "float32"), ((128, 256), "float32")]
+    scales = [((1, 1), "float32")] * 2  # of x and of the kernel
+    wanted = [((64, 128), "uint8"), *scales, ((128, 256), "float32")]
     assert sorted(kept) == sorted(wanted)
 
 

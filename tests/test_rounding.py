@@ -148,6 +148,36 @@ def test_fold_tells_words_and_their_order_apart():
     assert len({int(rounding.fold(*words)) for words in tuples}) == len(tuples)
 
 
+def _both_uses(step, n=1 << 20):
+    """What v's and a parameter's rounding read of one hash, as numbers in [0, 1)."""
+    path = 0x5EED5EED
+    bits = rounding.random_bits(rounding.fold(step, path), (n,))
+    low = (bits ^ rounding.fold(step, 99, path)) & jnp.uint32(0xFFFF)
+    return np.asarray(bits >> 8) * 2.0**-24, np.asarray(low) * 2.0**-16
+
+
+def test_one_hash_serves_a_moment_and_its_parameter():
+    """The high bits round one and the low ones the other, fairly and independently."""
+    (u, p), (next_u, next_p) = _both_uses(5), _both_uses(6)
+    deviation = np.sqrt(1 / 12 / u.size)
+    for x in (u, p + 2.0**-17):
+        assert abs(x.mean() - 0.5) < SIGMAS * deviation
+        # Sums over a group of 128 are as wide as those of independent numbers.
+        ratio = x.reshape(-1, 128).sum(1).var() / (128 / 12)
+        assert abs(ratio - 1) < SIGMAS * np.sqrt(2 / (u.size / 128))
+    for a, b in [(u, p), (u, next_p), (p, next_u), (p, next_p), (u, next_u)]:
+        assert abs(_correlation(a, b)) < SIGMAS
+        assert abs(_correlation((a - 0.5) ** 2, (b - 0.5) ** 2)) < SIGMAS
+    for lag in (1, 2, 128, 4096):
+        for a, b in [(u, p), (p, u), (p, p)]:
+            assert abs(_correlation(a[lag:], b[:-lag])) < SIGMAS
+    cells = np.floor(u * 16) * 16 + np.floor(p * 16)
+    expected = u.size / 256
+    counts = np.bincount(cells.astype(int), minlength=256)
+    chi2 = np.sum((counts - expected) ** 2) / expected
+    assert abs(chi2 - 255) < SIGMAS * np.sqrt(2 * 255)
+
+
 # Stochastic bfloat16 -----------------------------------------------------------------
 ALL_BITS = np.arange(1 << 16, dtype=np.uint32)
 

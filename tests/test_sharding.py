@@ -98,7 +98,9 @@ def assert_same_step(got, want):
         codes = [np.asarray(e.codes["w"]).view(np.uint8).astype(int) for e in (g, w)]
         differ = np.abs(codes[0] - codes[1])
         assert differ.max() <= 1, f"{kind}: codes differ by {differ.max()} steps"
-        assert (differ > 0).mean() <= 1e-5, f"{kind}: {(differ > 0).sum()} codes differ"
+        # One code is more than that share of a small array.
+        most = max(1, 1e-5 * differ.size)
+        assert (differ > 0).sum() <= most, f"{kind}: {(differ > 0).sum()} codes differ"
         assert_reordered(g.amax["w"], w.amax["w"], OPS, np.asarray(w.amax["w"]))
         np.testing.assert_array_equal(g.power["w"], w.power["w"])
 

@@ -8,6 +8,7 @@ approximate functions where a backend has them, and what a group needs is done o
 group.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -234,11 +235,11 @@ def _mantissa(bits):
 def _power(f: Functions, format: Format, most_T, least_T):
     """16 k of the bits of M and mu.
 
-    A floor is as good as what is under it, so that is as right as the definition's, to
-    2^-25 in the mean: an approximate logarithm would move one floor in 10^5. Exponents
-    and mantissas are compared apart, as they cancel.
+    What is floored must be as right as the definition's, or it is another number: an
+    approximate logarithm or quotient moves one floor in 10^5. Exponents and mantissas
+    are compared apart, as they cancel.
     """
-    reach = np.float32(np.log2(np.float32(format.range)) * STEPS)
+    reach = np.float32(math.log2(format.range) * STEPS)
     of = lambda bits: lax.shift_right_logical(bits, np.int32(23))
     steps = (of(most_T) - of(least_T)).astype(jnp.float32)
     octaves = steps + _log2_ratio(f, _mantissa(most_T), _mantissa(least_T))
@@ -322,7 +323,7 @@ def _between(f: Functions, format: Format, log_y, to: _Stretch, bits):
     up = f.negative(f.fma(above_one, gap, (low - 1.0) - gap))  # u gap < 1 - low
     # The largest code is the last; of a group that is not finite all are NaN, which is
     # 0x7F in both formats.
-    largest = int(np.asarray(format.max, format.dtype).view(np.uint8))
+    largest = int(np.asarray(jnp.finfo(format.dtype).max).view(np.uint8))
     last_T = jnp.where(to.amax == to.amax, largest, 0x7F)
     codes = jnp.minimum(number + up, f.wide(last_T, number.shape)).astype(jnp.uint8)
     return lax.bitcast_convert_type(codes, format.dtype)

@@ -11,6 +11,7 @@ reading of x gives the codes for both.
 import functools
 import math
 import string
+from typing import Any
 
 import jax
 from jax import lax
@@ -81,8 +82,8 @@ def encode(
         x,
         scale,
     )
-    made = iter(made if all(outputs) else (made,))
-    return tuple(next(made) if wanted else None for wanted in outputs)
+    each: Any = iter(made if all(outputs) else (made,))
+    return (next(each) if codes else None), (next(each) if transposed else None)
 
 
 def _check(x, scale, rows: int, codes: bool, transposed: bool) -> None:
@@ -137,8 +138,8 @@ def _exchanged(axes, rows: int) -> tuple:
 
 def _chosen(pair, outputs):
     """Those of a pair that are wanted; one alone is in no tuple."""
-    chosen = tuple(each for each, wanted in zip(pair, outputs, strict=True) if wanted)
-    return chosen if len(chosen) > 1 else chosen[0]
+    chosen = [each for each, wanted in zip(pair, outputs, strict=True) if wanted]
+    return tuple(chosen) if len(chosen) > 1 else chosen[0]
 
 
 def _sharded(kernel, x, scale, *, format: Format, rows: int, outputs, interpret: bool):
@@ -311,7 +312,7 @@ def _padded(x, scale, M: int, N: int):
 
 
 def _mosaic_call(x, scale, *, format, outputs, interpret, tile):
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+    plgpu = tiles.mosaic_gpu()
 
     (B, M, N), (m, n) = x.shape, tile
     shapes = [
@@ -351,7 +352,7 @@ def _mosaic_call(x, scale, *, format, outputs, interpret, tile):
 
 def _layout(outputs):
     """Rows of 128, or for transposing lanes of single elements, 2 rows of 16."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+    plgpu = tiles.mosaic_gpu()
 
     if not outputs[1]:
         return tiles.rows_layout(128)
@@ -363,9 +364,9 @@ def _layout(outputs):
     )
 
 
-def _read(ref, *, layout, interpret, shape=None, reduced=None):
+def _read(ref, *, layout, interpret, shape=None, reduced: int = 0):
     """An array in registers; with `shape`, one that lacks the axis `reduced` of it."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+    plgpu = tiles.mosaic_gpu()
 
     if shape is None:
         return (

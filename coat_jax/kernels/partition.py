@@ -14,6 +14,7 @@ import math
 import jax
 from jax import lax
 from jax import numpy as jnp
+from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, ManualAxisType, Mesh, NamedSharding
@@ -62,7 +63,7 @@ def shard_local(
       >>> jax.vmap(f)(jnp.ones((2, 3, 4))).shape
       (2, 3, 1)
     """
-    sizes = tuple((sizes or {}).items())
+    lengths = tuple((sizes or {}).items())
     operands, _, results = rule.partition("->")
     sides = [
         [rules.axes_of(array) for array in side.split(",")]
@@ -72,8 +73,8 @@ def shard_local(
     @custom_vmap
     def call(*args):
         lead = rules.leading(sides[0], args)
-        ranked = [tuple(rules.ranked(array, lead) for array in side) for side in sides]
-        return _on_shards(function, rules.Rule(*ranked, sizes, whole), args)
+        ins, outs = (tuple(rules.ranked(a, lead) for a in side) for side in sides)
+        return _on_shards(function, rules.Rule(ins, outs, lengths, whole), args)
 
     @call.def_vmap
     def _mapped(axis_size, mapped, *args):
@@ -106,8 +107,8 @@ def out_struct(shape, dtype, *operands) -> jax.ShapeDtypeStruct:
 def row_length(x) -> int:
     """The length of a row of x, or of what each device has of it, if x's type tells."""
     sharding = getattr(jax.typeof(x) if hasattr(x, "astype") else x, "sharding", None)
-    spec = getattr(sharding, "spec", ())
-    if not x.ndim or len(spec) < x.ndim:
+    spec = tuple(getattr(sharding, "spec", ()))
+    if sharding is None or not spec or len(spec) < x.ndim:
         return x.shape[-1] if x.ndim else 1
     names = rules.names_of(spec[-1])
     return x.shape[-1] // math.prod(sharding.mesh.shape[name] for name in names)
@@ -184,7 +185,7 @@ def _mesh_of(args):
     for arg in args:
         mesh = jax.typeof(arg).sharding.mesh
         if not mesh.empty:
-            sharding = None if isinstance(arg, jax.core.Tracer) else arg.sharding
+            sharding = None if isinstance(arg, Tracer) else arg.sharding
             return sharding.mesh if isinstance(sharding, NamedSharding) else mesh
     return jax.sharding.get_abstract_mesh()
 

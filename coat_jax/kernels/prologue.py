@@ -270,15 +270,18 @@ class _CodesOut(NamedTuple):
 
     def shapes(self, T, N, xs):
         shapes = [((T, N), self.format.dtype, 1)]
-        for _ in xs if self.kept else ():
-            shapes.append(((T, N), self.kept[0].dtype, 1))
-            shapes.append(((T, N // self.group), jnp.float32, self.group))
-        return shapes
+        if self.kept is None:
+            return shapes
+        codes = ((T, N), self.kept[0].dtype, 1)
+        scales = ((T, N // self.group), jnp.float32, self.group)
+        return [*shapes, *[codes, scales] * len(xs)]
 
     def compute(self, h, xs, scale):
         # Exact, as a power of two; NaN in all codes if one was NaN in `largest`.
         made = [within(h * (1.0 / scale), self.format)]
-        for x in xs if self.kept else ():
+        if self.kept is None:
+            return made
+        for x in xs:
             grouped = x.reshape(x.shape[0], -1, self.group)
             codes, scales = group_quantize.quantized(
                 grouped, self.kept[0], wide=lambda s: s[..., None]

@@ -136,13 +136,13 @@ def _decoded(codes, scale, group: int):
 
 
 def _largest_reference(function, stored, dh, *, group):
-    xs = [_decoded(*x, group) for x in stored]
+    xs = [_decoded(codes, scale, group) for codes, scale in stored]
     dxs = _gradients(function, xs, dh.astype(jnp.float32))
     return tuple(prologue.most(dx) for dx in dxs)
 
 
 def _encode_reference(function, stored, dh, scales, *, group, formats):
-    xs = [_decoded(*x, group) for x in stored]
+    xs = [_decoded(codes, scale, group) for codes, scale in stored]
     values = _values(function, xs, dh.astype(jnp.float32))
     codes = [
         unpinned(value / scales[i], formats[min(i, 1)])

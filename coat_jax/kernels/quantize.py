@@ -184,7 +184,7 @@ def _triton_tile(x_ref, codes_ref, scale_ref, *, format, R):
 
 def mosaic(x_RS, *, format, interpret, tile=2048):
     """One warpgroup for `tile` elements of whole groups, from registers to memory."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+    plgpu = tiles.mosaic_gpu()
 
     given, S = x_RS.shape
     r = tile // S

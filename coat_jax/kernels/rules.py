@@ -26,12 +26,13 @@ class Rule(NamedTuple):
 
 def axes_of(array: str) -> tuple[tuple[str, ...], ...]:
     """ "... (g s) m" as (("...",), ("g", "s"), ("m",))."""
-    axes, run = [], None
+    axes: list[tuple[str, ...]] = []
+    run: list[str] | None = None
     for word in array.replace("(", " ( ").replace(")", " ) ").split():
         if word == "(":
             run = []
         elif word == ")":
-            axes.append(tuple(run))
+            axes.append(tuple(run or ()))
             run = None
         elif run is not None:
             run.append(word)

@@ -1,5 +1,8 @@
 """What the kernels' tiles have in common: dtypes, sizes, and layouts in registers."""
 
+import importlib
+from typing import Any
+
 import jax
 from jax import lax
 from jax import numpy as jnp
@@ -45,12 +48,17 @@ def begin(name: str, size: int, limit: int) -> jax.Array:
     return jnp.minimum(lax.axis_index(name) * size, limit - size)
 
 
+def mosaic_gpu() -> Any:
+    """Pallas's Mosaic GPU: imported where it is used, and not alike in all of JAX."""
+    return importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+
+
 def rows_layout(width: int):
     """Rows of 16 to 256: a warp holds 256 elements at a time, a lane 8 neighbours.
 
     The lanes that share a row are of one warp, so that its maximum stays there.
     """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+    plgpu = mosaic_gpu()
 
     if width == 256:  # a row is a warp's own; layouts may not have axes of size 1
         tiling, axes = ((4, 256), (8,)), {"warp_dims": (-3,), "lane_dims": (-2,)}
@@ -63,7 +71,7 @@ def rows_layout(width: int):
 
 def store(ref, value) -> None:
     """Writes `value`, even where it fills no whole sectors of memory."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+    plgpu = mosaic_gpu()
 
     if hasattr(plgpu, "store"):  # since 0.12, whose plain stores refuse that
         plgpu.store(ref, value, optimized=False)

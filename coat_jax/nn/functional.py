@@ -156,7 +156,7 @@ def mlp(
     dtype = compute_dtype(norm, x.dtype)
     kernels = [linear.kernel[...] for linear in (*into, down)]
     biases = [value_of(linear.bias) for linear in (*into, down)]
-    run = fused.gated_mlp if len(into) == 2 else fused.mlp
+    run: Any = fused.gated_mlp if len(into) == 2 else fused.mlp
     how = {"activation": name, "policy": policy, "residual": residual}
     return run(x.astype(dtype), *kernels, biases, **how, **_norm_arguments(norm))
 
