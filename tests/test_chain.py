@@ -25,6 +25,8 @@ from tests.activation_oracle import assert_computed, draw
 from tests.helpers import assert_same_bits, assert_sqnr
 from tests.test_recompute import count, kept
 
+pytestmark = pytest.mark.once
+
 GROUP, T, H, F = 16, 11, 48, 64
 FP8 = dataclasses.replace(DEFAULT, kept=Kept(group=GROUP))
 E5M2_GRADIENTS = dataclasses.replace(FP8, g=Operand(format=E5M2))

@@ -10,6 +10,8 @@ import runpy
 import jax
 import pytest
 
+pytestmark = pytest.mark.once
+
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -74,6 +74,7 @@ CASES = [
 ]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("shape", "group", "dtype", "kept", "formats"), CASES, ids=lambda v: str(v)[:18]
 )

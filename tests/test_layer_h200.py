@@ -43,6 +43,7 @@ def test_a_layer_keeps_what_the_formula_says(policy, form):
     assert PREDICTED[policy] - SMALL <= kept <= PREDICTED[policy] + SMALL
 
 
+@pytest.mark.once
 def test_the_formula_is_not_that_of_a_plain_layer():
     """The same measurement of JAX in bfloat16, so that it can be seen to measure."""
     assert residuals.units_kept("llama2-7b", "bf16", "scan") > 30
@@ -159,6 +160,7 @@ def test_what_other_blocks_keep(name, bar):
 H, F, TOKENS = 512, 1024, (8, 2048)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("how", ["data", "fsdp"])
 def test_nothing_of_an_activations_size_travels_between_H200s(
     how, h200_compile, h200_mesh

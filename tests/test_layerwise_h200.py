@@ -15,12 +15,13 @@ from coat_jax.models import llama
 from coat_jax.policy import LEAN
 from tests.collectives import collectives
 
-pytestmark = pytest.mark.usefixtures("optax_promotion")
+pytestmark = [pytest.mark.usefixtures("optax_promotion"), pytest.mark.once]
 
 GIB, TOKENS = 2**30, 2048
 SMALL = llama.LlamaConfig(
     vocab=1024, hidden=1024, ffn=2816, layers=4, heads=8, kv_heads=8
 )
+
 TX = fp8_adamw(3e-4, b1=0.9, b2=0.95, weight_decay=0.1)
 
 
@@ -42,7 +43,6 @@ def compiled(compile_for, parts, params, state, *, batch=1, split=None, **how):
     return compile_for(step, params, state, windows, donate=(0, 1), **how)
 
 
-@pytest.mark.once
 def test_a_7B_step_fits_where_its_gradients_would_not(h200_compile):
     """One sequence of 2048 tokens: below 36 GiB, of which 25.6 are the state."""
     parts, params = parts_of(llama.PRESETS["llama2-7b"])
@@ -64,7 +64,6 @@ def small(h200_compile):
         return found
 
 
-@pytest.mark.once
 def test_another_layer_costs_what_it_keeps_and_no_gradient(small):
     (less, params), (more, _) = small
     grew = [m.memory_analysis().temp_size_in_bytes for m in (more, less)]
@@ -89,7 +88,6 @@ def test_stacked_leaves_are_updated_where_they_are(small):
     assert not shapes & {*re.findall(r"= \w+\[([\d,]+)\]\S* dynamic-update", text)}
 
 
-@pytest.mark.once
 def test_over_devices_what_is_stacked_stays_where_it_is(h200_compile, h200_mesh):
     """FSDP: parameters and moments by rows, sequences by devices."""
     mesh = h200_mesh(8)
