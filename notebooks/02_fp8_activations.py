@@ -162,7 +162,8 @@ print(f"{'total':22}" + "".join(f"{total:8.3f}" for total in totals))
 print(f"softmax, T x T, in bf16 alone: {scores['bf16']:.1f} U; in FP8 {scores['lean']}")
 for name, steps in formula.items():
     for step in STEPS:
-        assert abs(measured[name][step] - steps[step]) < 1e-9, (name, step)
+        # Beside them a scale of each operand, four bytes whatever the tokens.
+        assert 0 <= measured[name][step] - steps[step] < 1e-3, (name, step)
 assert totals[3] < totals[2] / 3
 assert totals[4] < totals[3]
 assert scores["default"] == scores["lean"] == 0
