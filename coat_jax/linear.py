@@ -271,9 +271,8 @@ def project(
 
     def backward(res, gs):
         kept, kernels, scales = res
-        gs = [
-            g.astype(rounded) for g in gs
-        ]  # exact: what is rounded has such gradients
+        # Exact: what the caller rounds has gradients of the dtype it rounds to.
+        gs = [g.astype(rounded) for g in gs]
         if keep == "codes":
             x_T = _unpack(kept, policy)
         else:

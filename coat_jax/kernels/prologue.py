@@ -31,7 +31,6 @@ NAMES = ("coat_prologue", "coat_largest")
 _MOST = 2**31 - 1  # elements that 32 bits count
 _LACKING = {"erfc", "erf_inv", "lgamma", "digamma"}
 _TILE, _WARPS = 2048, 4
-_TUNED: dict[str, int] = {}  # tile and warps that a benchmark tries instead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,9 +293,8 @@ def _call(apply, columns, rows, xs, scale, *, outputs, name, interpret):
     from jax.experimental.pallas import triton as plt
 
     T, N = xs[0].shape
-    tile, warps = _TUNED.get("tile", _TILE), _TUNED.get("warps", _WARPS)
-    n = min(max(outputs.group, 256), math.gcd(N, tile))
-    t = min(tile // n, 1 << (T - 1).bit_length())
+    n = min(max(outputs.group, 256), math.gcd(N, _TILE))
+    t = min(_TILE // n, 1 << (T - 1).bit_length())
     shapes = outputs.shapes(T, N, xs)
     place = lambda i, j: (i, j)
     in_specs = [pl.BlockSpec((1, n), lambda i, j: (0, j)) for _ in columns]
@@ -319,7 +317,7 @@ def _call(apply, columns, rows, xs, scale, *, outputs, name, interpret):
         out_shape=[
             partition.out_struct(shape, dtype, *operands) for shape, dtype, _ in shapes
         ],
-        compiler_params=plt.CompilerParams(num_warps=warps),
+        compiler_params=plt.CompilerParams(num_warps=_WARPS),
         interpret=interpret,
         name=name,
     )(*operands)

@@ -29,7 +29,6 @@ from coat_jax.kernels.prologue import Rowwise
 
 NAMES = ("coat_pullback", "coat_pullback_largest")
 _WIDE, _LARGEST = (32, 128, 8), (8, 256, 4)  # rows and columns of a tile, warps
-_TUNED: dict[str, tuple[int, int, int]] = {}  # what a benchmark tries instead
 _LEAD = "abcdef"  # names of the axes before the last
 
 
@@ -210,7 +209,7 @@ def _encode(function, stored, dh, scales, *, group, formats, interpret):
 
 def _call_largest(flat, dh, scales, *, function, group, interpret):
     T, N = dh.shape
-    t, n, warps = _tile_of(_TUNED.get("largest", _LARGEST), T, N, group)
+    t, n, warps = _tile_of(_LARGEST, T, N, group)
     spec = pl.BlockSpec((t, n // group), lambda j, i: (i, j))
     shape = partition.out_struct((T, N // group), jnp.float32, *flat, dh)
 
@@ -234,7 +233,7 @@ def _call_largest(flat, dh, scales, *, function, group, interpret):
 
 def _call_encode(flat, dh, scales, *, function, group, formats, interpret):
     T, N = dh.shape
-    t, n, warps = _tile_of(_TUNED.get("encode", _WIDE), T, N, group)
+    t, n, warps = _tile_of(_WIDE, T, N, group)
     lying = pl.BlockSpec((t, n), lambda j, i: (i, j))
     turned = pl.BlockSpec((n, t), lambda j, i: (j, i))
     struct = lambda shape, format: partition.out_struct(shape, format.dtype, *flat, dh)
