@@ -31,6 +31,8 @@ ARMS = {
     "optimizer": {"optimizer": "fp8_adamw"},
     "activations": {"optimizer": "adamw", "policy": "default"},
     "paper": _FULL | {"policy": "paper"},
+    "lean": _FULL | {"policy": "lean"},
+    "memory": _FULL | {"policy": "memory"},
     "no-expansion": _FULL | {"expand": False},
     "group-16": _FULL | {"kept_group": 16},
     "e4m3-gradients": _FULL | {"gradient_format": "e4m3"},
@@ -47,9 +49,9 @@ class Config:
     """Trains a Llama decoder once for each arm and seed, and compares held-out losses.
 
     The arms: bf16 (AdamW, plain layers), full (FP8 optimizer and default policy),
-    optimizer and activations (each alone), paper (its policy), and full with one thing
-    changed: no-expansion, group-16, e4m3-gradients, e5m2-gradients, fast-backward,
-    promoted-forward, fp8-attention, vector.
+    optimizer and activations (each alone), paper, lean and memory (the presets of these
+    names), and full with one thing changed: no-expansion, group-16, e4m3-gradients,
+    e5m2-gradients, fast-backward, promoted-forward, fp8-attention, vector.
     """
 
     arms: str = option("all", "names with commas between them, or all")

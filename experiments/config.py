@@ -66,7 +66,7 @@ class Config:
     param_dtype: Literal["float32", "bfloat16"] = option("float32", "stores parameters")
     attention: Literal["xla", "cudnn"] = option("xla", "attention implementation")
     remat: bool = option(False, "recompute each block in the backward pass")
-    policy: Literal["bf16", "default", "paper"] = option(
+    policy: Literal["bf16", "default", "lean", "memory", "paper"] = option(
         "bf16", "FP8 of products and of what layers keep; bf16 has none of it"
     )
     input_format: Literal["e4m3", "bf16"] | None = option(
@@ -170,7 +170,7 @@ def _check(config: Config) -> None:
     knobs = [name for name in POLICY_KNOBS if getattr(config, name) is not None]
     if knobs and config.policy == "bf16":
         raise ValueError(
-            f"--{knobs[0]} changes an FP8 policy: add --policy=default or paper"
+            f"--{knobs[0]} changes an FP8 policy: add --policy=default, say"
         )
     if config.attention == "cudnn" and config.dtype != "bfloat16":
         raise ValueError("--attention=cudnn takes bfloat16 only: add --dtype=bfloat16")

@@ -124,7 +124,10 @@ def _follow(record, names):
         (["--kept_group=16"], "--kept_group changes an FP8 policy: add --policy="),
         (["--policy=bf16", "--gemm_scaling=group"], "--gemm_scaling changes an FP8"),
         (["--attention=cudnn"], "--attention=cudnn takes bfloat16 only"),
-        (["--policy=fp8"], "--policy: must be one of bf16, default, paper, got 'fp8'"),
+        (
+            ["--policy=fp8"],
+            "--policy: must be one of bf16, default, lean, memory, paper, got 'fp8'",
+        ),
         (["--gemm_scaling=row"], "must be one of tensor, group, vector, got 'row'"),
         (["--policy=default", "--kept_group=0"], "--kept_group must be at least 1"),
     ],
