@@ -5,16 +5,20 @@ import pathlib
 
 import pytest
 
+pytestmark = pytest.mark.once
+
 ROOT = pathlib.Path(__file__).parent.parent
 LAYERS = [
-    {"typing", "optax_fields"},
+    {"typing", "optax_fields", "clipping"},
     {"formats", "rounding"},
     {"groups"},
     {"kernels"},
     {"quantize"},
+    {"factorize", "tt_svd"},
     {"expand", "tensor_train"},
+    {"contraction", "lookup", "train_tree"},
     {"moments"},
-    {"telemetry", "adam_step"},
+    {"telemetry", "adam_step", "train_cut", "rank_objective"},
     {
         "optimizer",
         "decay",
@@ -25,10 +29,10 @@ LAYERS = [
     },
     {"residuals", "matmul"},
     {"linear"},
-    {"recompute", "einsum"},
+    {"recompute", "einsum", "lowrank"},
     {"norms", "activations", "attention"},
     {"fused", "convolution"},
-    {"fp8_state", "sharding", "interop", "layerwise"},
+    {"fp8_state", "sharding", "interop", "layerwise", "truncation"},
     {"nn", "linen"},
     {"models"},
     {"serialization"},
