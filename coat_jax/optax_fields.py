@@ -73,6 +73,8 @@ FIELDS: dict[str, dict[str, str]] = {
         **{"exp_avg": "m", "exp_avg_sq": "v"},
         **{"grad_sum": "keep", "params0": "keep"},
     },
+    # A diagonal has some ten entries.
+    "RankControlState": {"mu": "keep", "nu": "keep"},
     "ReduceLROnPlateauState": {},
     # cache holds weights.
     "SAMState": {"opt_state": "gated", "adv_state": "gated", "cache": "keep"},
