@@ -2,7 +2,8 @@
 
     python -m benchmarks.report                              all results, as Markdown
     python -m benchmarks.report --benchmark=layer            of one benchmark
-    python -m benchmarks.report --plots=docs/figures --metric=layer:time
+    python -m benchmarks.report --plots=docs/figures         the figures of the docs
+    python -m benchmarks.report --plots=. --metric=layer:time
 
 Where a figure was recorded more than once, the last one counts. Plots need matplotlib.
 """
@@ -17,6 +18,11 @@ from typing import Any
 from benchmarks.harness import FOLDER, shown
 
 Row = dict[str, Any]
+CEILING = 4.2  # TB/s that kernels reach on an H200 which read and write once
+# Of what is drawn for the docs: benchmark, metric, and how many of its units the
+# ceiling has.
+_KERNELS = (("quantize", "rate", CEILING), ("optimizer", "traffic", 1000 * CEILING))
+_FIGURES = {"layer": ("layer", "time"), "train-step": ("train_step", "rate")}
 
 
 def read(paths: Iterable[pathlib.Path]) -> list[Row]:
@@ -60,6 +66,27 @@ def _lines(rows: Sequence[Row]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
+def shares(rows: Sequence[Row]) -> list[Row]:
+    """What share of the ceiling each kernel's counted traffic reaches, in per cent."""
+    found = []
+    for benchmark, metric, ceiling in _KERNELS:
+        for row in rows:
+            if (row["benchmark"], row["metric"]) == (benchmark, metric):
+                case = f"{benchmark} {row['case']}"
+                share = {"metric": f"share of {CEILING} TB/s", "unit": "%"}
+                share["value"] = 100 * row["value"] / ceiling
+                found.append({**row, **share, "benchmark": "kernels", "case": case})
+    return found
+
+
+def figures(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each of the docs' figures of which anything is recorded."""
+    found = {"kernels": shares(rows)}
+    for name, wanted in _FIGURES.items():
+        found[name] = [r for r in rows if (r["benchmark"], r["metric"]) == wanted]
+    return {name: some for name, some in found.items() if some}
+
+
 def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
     """Bars of one metric: a group a case, a colour an implementation."""
     # Imported here: tables need no matplotlib.
@@ -68,21 +95,25 @@ def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
+    # Text as text, and the same names each time: small files, with small differences.
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": path.name})
     cases = list(dict.fromkeys(row["case"] for row in rows))
     names = list(dict.fromkeys(row["implementation"] for row in rows))
-    figure, axes = pyplot.subplots(figsize=(8, 1 + 0.25 * len(cases) * len(names)))
+    bars = len(cases) * len(names)
+    figure, axes = pyplot.subplots(figsize=(9, 1.5 + min(0.25 * bars, 0.1 * bars + 2)))
     height = 0.8 / len(names)
     for i, name in enumerate(names):
         some = [row for row in rows if row["implementation"] == name]
         places = [cases.index(row["case"]) + i * height for row in some]
         bars = axes.barh(places, [row["value"] for row in some], height, label=name)
-        axes.bar_label(bars, [shown(row["value"]) for row in some], padding=3)
+        labels = [shown(row["value"]) for row in some]
+        axes.bar_label(bars, labels, padding=3, fontsize=7)
     axes.set_yticks([i + 0.4 - height / 2 for i in range(len(cases))], cases)
     axes.invert_yaxis()
     axes.set_xlabel(f"{rows[0]['metric']} [{rows[0]['unit']}]")
     axes.set_title(f"{rows[0]['benchmark']}, {rows[0]['device']}")
     axes.margins(x=0.12)
-    axes.legend()
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
@@ -96,12 +127,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--benchmark", help="this one only")
     parser.add_argument("--plots", type=pathlib.Path, help="the folder for plots")
     parser.add_argument(
-        "--metric", action="append", default=[], help="what to plot: benchmark:metric"
+        "--metric",
+        action="append",
+        default=[],
+        help="what to plot, as benchmark:metric; the docs' figures without",
     )
     given = parser.parse_args(arguments)
     rows = read(given.files or sorted(FOLDER.glob("*.jsonl")))
     rows = [r for r in rows if given.benchmark in (None, r["benchmark"])]
     print(markdown(rows))
+    if given.plots and not given.metric:
+        drawn = figures(rows)
+        if not drawn:
+            parser.error("--plots: nothing is recorded of which a figure is made")
+        for name, some in drawn.items():
+            plot(some, given.plots / f"{name}.svg")
     for asked in given.metric if given.plots else ():
         benchmark, _, metric = asked.partition(":")
         some = [r for r in rows if (r["benchmark"], r["metric"]) == (benchmark, metric)]

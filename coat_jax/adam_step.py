@@ -15,6 +15,7 @@ from jax import numpy as jnp
 import numpy as np
 import optax
 
+from coat_jax import clipping
 from coat_jax.expand import Expanded
 from coat_jax.formats import of_dtype
 from coat_jax.kernels import adam, dispatch, partition
@@ -44,6 +45,8 @@ class Link(NamedTuple):
       nesterov: whether momentum is Nesterov's.
       storage: how moments are kept.
       adam: of Hyper, the transformation whose state comes first.
+      max_norm: the global norm to which gradients are clipped before, or None. What
+        they have is then given beside them.
     """
 
     hyper: Hyper
@@ -51,6 +54,7 @@ class Link(NamedTuple):
     nesterov: bool
     storage: Storage
     adam: Callable[[Hyper], optax.GradientTransformation]
+    max_norm: float | None = None
 
     def tail(self) -> tuple[optax.GradientTransformation, ...]:
         """What makes an update of Adam's: decay and the learning rate."""
@@ -85,6 +89,7 @@ class _Inputs(NamedTuple):
     words: Any  # two of a random key, or None
     hyper: dict[str, Any]  # those that are arrays
     layer: Any = None  # index of the one that the gradients are of, or None
+    norm: Any = None  # that of all gradients, where they are to be clipped
 
 
 def new_params(
@@ -95,12 +100,17 @@ def new_params(
     key,
     implementation: Implementation,
     part: Part | None = None,
+    clip: clipping.Clip | None = None,
 ) -> tuple[Any, Any]:
     """New parameters and the new state; arguments as `apply_fused` has them.
 
-    With a part that is a layer, `state` and `params` are stacked, and returned so.
+    Gradients are clipped as `clip` says. With a part that is a layer, `state` and
+    `params` are stacked, and returned so.
     """
     words = None if key is None else jax.random.bits(key, (2,))
+    norm = None
+    if clip is not None:
+        norm, link = clip.norm, link._replace(max_norm=clip.max_norm)
     if part is not None:
         link = link._replace(mask=_mask_of_part(link.mask, part.whole, params))
     layer = None if part is None or part.layer is None else part.layer.index
@@ -123,7 +133,7 @@ def new_params(
         _refusal(link, grads, state, params, layer is not None, implementation),
         kernels,
         call(_by_chain),
-        _Inputs(grads, state, params, words, arrays, layer),
+        _Inputs(grads, state, params, words, arrays, layer, norm),
     )
 
 
@@ -166,6 +176,8 @@ def _put(layer: Layer, x, new):
 def _chained(link: Link, inputs: _Inputs, layer: Layer | None) -> tuple[Any, Any]:
     """By optax's chain; with a key, nothing is rounded to bfloat16 on the way."""
     grads, state, params, words, *_ = inputs
+    if link.max_norm is not None:
+        grads = clipping.clipped(grads, inputs.norm, link.max_norm)
     update: Any = link.chain().update  # optax types states as trees, links as plain
     update = functools.partial(update, coat_jax_layer=layer)
     if words is None:
@@ -276,7 +288,7 @@ def _by_kernel(link: Link, inputs: _Inputs, *, backend: str, interpret: bool):
     )
     rest_mask = None if mask is None else left(decayed)
     rest_params, rest_state = _by_chain(link._replace(mask=rest_mask), rest)
-    scalars = _scalars(link, inputs.words, first.count, inputs.state[1:])
+    scalars = _scalars(link, inputs, first.count)
     how = adam.KERNELS[backend], interpret, inputs.layer
     step = functools.partial(_leaf, link, scalars, inputs.words is not None, *how)
     trees = (inputs.params, inputs.grads, *first.mu, *first.nu, decayed)
@@ -313,16 +325,18 @@ def _decayed(mask, params):
     return jax.tree.map(lambda m, part: jax.tree.map(lambda _: m, part), mask, params)
 
 
-def _scalars(link: Link, words, count, tail_state) -> Callable[..., adam.Scalars]:
+def _scalars(link: Link, inputs: _Inputs, count) -> Callable[..., adam.Scalars]:
     """A function of a leaf's path and whether it is decayed."""
     hyper, new = link.hyper, optax.safe_increment(count)
+    words, most = inputs.words, link.max_norm
+    g_factor = 1.0 if most is None else clipping.factor(inputs.norm, most)
     corrected = lambda x, b, n: optax.tree.bias_correction(jnp.float32(x), b, n)
     m_scale, g_scale = corrected(1, hyper.b1, new), 0.0
     if link.nesterov:
         g_scale = (1 - hyper.b1) * m_scale
         m_scale = hyper.b1 * corrected(1, hyper.b1, optax.safe_increment(new))
     v_scale = corrected(1, hyper.b2, new)
-    factors = _factors(link, tail_state)
+    factors = _factors(link, inputs.state[1:])
 
     def scalars(path: str, decayed: bool) -> adam.Scalars:
         return adam.Scalars(
@@ -340,6 +354,7 @@ def _scalars(link: Link, words, count, tail_state) -> Callable[..., adam.Scalars
             p_factor=factors[decayed][1],
             seed=_seed(new, path),
             p_word=0 if words is None else _word(words, path),
+            g_factor=g_factor,
         )
 
     return scalars
@@ -374,6 +389,7 @@ def _leaf(
         stochastic_p=rounded and p.dtype == jnp.bfloat16,
         eps_root=not isinstance(eps_root, (int, float)) or eps_root != 0,
         nesterov=link.nesterov,
+        clipped=link.max_norm is not None,
     )
     words = adam.packed(scalars(path, bool(decayed)), layer)
     starts = _starts(g.shape, how.group, layer)

@@ -30,6 +30,7 @@ def norm_linear(
     bias: Float[Array, " features"] | None = None,
     epsilon: float = 1e-6,
     policy: Policy = DEFAULT,
+    with_input: bool = False,
 ) -> list[Float[Array, "..."]]:
     """h kernel + bias for each kernel, with h = norm(x) encoded once for all of them.
 
@@ -45,9 +46,11 @@ def norm_linear(
       bias: the norm's, (H,), or None.
       epsilon: the norm's.
       policy: formats, scaling and accumulation.
+      with_input: whether to return x too. Use that as the residual of what follows: the
+        residual's gradient is then added where x's is made, before the one rounding.
 
     Returns:
-      One (..., *N) for each kernel, in x's dtype.
+      One (..., *N) for each kernel, in x's dtype; and x, last, `with_input`.
 
     Raises:
       TypeError: if an array isn't bfloat16, float16 or float32.
@@ -68,15 +71,25 @@ def norm_linear(
     if policy.plain:
         h = x if norm is None else _normalised(x, norm, scale, bias, epsilon, policy)
         pairs = zip(kernels, biases, strict=True)
-        return [linear.linear(h, kernel, b, policy=policy) for kernel, b in pairs]
+        ys = [linear.linear(h, kernel, b, policy=policy) for kernel, b in pairs]
+        return [*ys, x] if with_input else ys
+    through = x
     if norm is None:
         ys = linear.project(x, kernels, linear.last_axes(x.ndim, 1), policy)
     else:
         norms.check_norm("norm_linear", x, scale, bias)
-        run = norms.function_of(norm, epsilon)
-        ys = recompute.recompute(run, [scale, bias], [x], kernels, policy=policy)
+        ys = recompute.recompute(
+            norms.function_of(norm, epsilon),
+            [scale, bias],
+            [x],
+            kernels,
+            policy=policy,
+            with_input=with_input,
+        )
+        through = ys.pop() if with_input else x
     pairs = zip(ys, biases, strict=True)
-    return [linear.finish(y, b, None, x.dtype) for y, b in pairs]
+    ys = [linear.finish(y, b, None, x.dtype) for y, b in pairs]
+    return [*ys, through] if with_input else ys
 
 
 def _check_norm(norm: Norm | None, scale, bias) -> None:
@@ -198,10 +211,14 @@ def gated_mlp(
     gate_bias, up_bias, down_bias = biases
     if gate_bias is None and up_bias is None:
         how = {"activation": activation, "policy": policy, **norm}
-        y = _chained(x, [gate, up], down, down_bias, **how)
-        if y is not None:
+        made = _chained(x, [gate, up], down, down_bias, **how)
+        if made is not None:
+            y, through = made
+            residual = through if residual is x else residual
             return linear.finish(y, down_bias, residual, x.dtype)
-    pair = norm_linear(x, [gate, up], [gate_bias, up_bias], policy=policy, **norm)
+    how = {"policy": policy, "with_input": True, **norm}
+    *pair, through = norm_linear(x, [gate, up], [gate_bias, up_bias], **how)
+    residual = through if residual is x else residual
     how = {"activation": activation, "policy": policy, "residual": residual}
     return act_linear(pair, down, down_bias, **how)
 
@@ -230,12 +247,16 @@ def mlp(
     up_bias, down_bias = biases
     if up_bias is None:
         how = {"activation": activation, "policy": policy, **norm}
-        y = _chained(x, [up], down, down_bias, **how)
-        if y is not None:
+        made = _chained(x, [up], down, down_bias, **how)
+        if made is not None:
+            y, through = made
+            residual = through if residual is x else residual
             return linear.finish(y, down_bias, residual, x.dtype)
-    h = norm_linear(x, [up], [up_bias], policy=policy, **norm)
+    how = {"policy": policy, "with_input": True, **norm}
+    h, through = norm_linear(x, [up], [up_bias], **how)
+    residual = through if residual is x else residual
     how = {"activation": activation, "policy": policy, "residual": residual}
-    return act_linear(h, down, down_bias, **how)
+    return act_linear([h], down, down_bias, **how)
 
 
 def _chained(

@@ -400,7 +400,23 @@ def input_gradient(
     typed,
 ) -> jax.Array:
     """dx of `gradients`, from encoded gradients."""
-    how = {"dtype": dtype, "accumulation": policy.backward}
+    how = {"dimension_numbers": dimension_numbers, "policy": policy}
+    parts = input_gradients(kernels, scales, gs, dtype=dtype, typed=typed, **how)
+    return functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts])
+
+
+def input_gradients(
+    kernels: Sequence[Any],
+    scales: Scales,
+    gs: Sequence[Gradient],
+    *,
+    dimension_numbers,
+    policy: Policy,
+    dtype,
+    typed,
+) -> list[jax.Array]:
+    """The terms of `input_gradient`, in bfloat16 where that is what they have."""
+    how = {"dtype": dtype, "accumulation": policy.backward, "narrow": True}
     how["exact"] = policy.g.exact and policy.w.exact
     parts = []
     for kernel, scale, g in zip(kernels, scales.kernels, gs, strict=True):
@@ -411,7 +427,7 @@ def input_gradient(
             kernel, policy.w, dims.rhs_contract, after=after, scale=scale
         )
         parts.append(matmul.gradient(g.dx, w, dims, order, typed, **how))
-    return functools.reduce(jnp.add, parts)
+    return parts
 
 
 def kernel_gradients(

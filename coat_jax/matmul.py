@@ -253,6 +253,7 @@ def multiply(
     dtype,
     accumulation: Accumulation,
     exact: bool = False,
+    narrow: bool = False,
     out_sharding=None,
 ) -> jax.Array:
     """The product in float32: axes batch, lhs free, rhs free, as `lax.dot_general`.
@@ -263,7 +264,8 @@ def multiply(
     With `exact`, both operands' scales are powers of two. If there is one of each, the
     product is multiplied by theirs as it is: cuBLASLt does that before it rounds, and
     no pass over the result is left. Products below 2^-126 of all codes' are zero then.
-    Other scales are applied in float32, one after the other.
+    Other scales are applied in float32, one after the other. With `narrow` the result
+    stays in the dtype that all its values have, bfloat16 where it can.
     """
     precision = _PRECISION[accumulation]
     wide = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
@@ -283,10 +285,11 @@ def multiply(
         out_sharding=out_sharding,
     )
     if lhs.scale is None or rhs.scale is None:
-        return y.astype(jnp.float32)
+        return y if narrow else y.astype(jnp.float32)
     scales = _lhs_scale(lhs.scale, dims, y.ndim), _rhs_scale(rhs.scale, dims, y.ndim)
     if exact and not any(scale.ndim for scale in scales):
-        return (y * (scales[0] * scales[1]).astype(wide)).astype(jnp.float32)
+        y = y * (scales[0] * scales[1]).astype(wide)
+        return y if narrow else y.astype(jnp.float32)
     return y.astype(jnp.float32) * scales[0] * scales[1]
 
 
@@ -368,7 +371,7 @@ def gradient(lhs: Encoded, rhs: Encoded, dims: Dims, order, primal, **how) -> ja
       dims: as `multiply` takes them.
       order: which axis of `primal` each axis of the product is.
       primal: the type (`jax.typeof`) of what it is the gradient of.
-      **how: dtype, accumulation and exact, as `multiply` takes them.
+      **how: dtype, accumulation, exact and narrow, as `multiply` takes them.
     """
     sharding = primal.sharding
     if AxisType.Explicit in sharding.mesh.axis_types:

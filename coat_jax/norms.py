@@ -7,7 +7,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from coat_jax import recompute
-from coat_jax.kernels.prologue import Rowwise
+from coat_jax.kernels import norm as kernel
 from coat_jax.policy import DEFAULT, Policy, check_policy
 from coat_jax.typing import Array, Float
 
@@ -97,14 +97,13 @@ def _normalise(norm: Norm, x, scale, bias, epsilon, policy: Policy):
     return y.astype(x.dtype)
 
 
-def function_of(norm: Norm, epsilon: float) -> Rowwise:
+def function_of(norm: Norm, epsilon: float) -> kernel.Norm:
     """The norm itself, in at least float32, of [scale, bias], or None each, and x.
 
     The order of operations is Flax's, so that plain results are its bits.
     """
-    return Rowwise(
-        functools.partial(_statistics, norm=norm, epsilon=epsilon), _normalised
-    )
+    statistics = functools.partial(_statistics, norm=norm, epsilon=epsilon)
+    return kernel.Norm(statistics, _normalised, norm, epsilon)
 
 
 def _widened(x):

@@ -1,6 +1,5 @@
 """Adam and AdamW whose moments are kept in FP8, as optax transformations."""
 
-import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +7,7 @@ from jax import numpy as jnp
 import optax
 
 from coat_jax.adam_step import Hyper, Link, Part, new_params
+from coat_jax.clipping import Chain, Clip, chain_of, same_arrays
 from coat_jax.expand import Expanded
 from coat_jax.formats import of_dtype
 from coat_jax.kernels.dispatch import Implementation
@@ -239,13 +239,12 @@ class _Request:
         self.implementation: Implementation = implementation
         self.part = part
         self.params = None
+        self.clip: Clip | None = None  # what is left to clip here
 
     def answered_by(self, updates) -> bool:
         if self.params is None:
             return False
-        own, treedef = jax.tree.flatten(self.params)
-        got, got_treedef = jax.tree.flatten(updates)
-        return got_treedef == treedef and all(map(operator.is_, got, own))
+        return same_arrays(self.params, updates)
 
 
 def _with_fused_path(link: Link) -> optax.GradientTransformationExtraArgs:
@@ -255,7 +254,9 @@ def _with_fused_path(link: Link) -> optax.GradientTransformationExtraArgs:
         if coat_jax_fused is None:
             return inner.update(updates, state, params, **extra)
         request = coat_jax_fused
-        how = request.key, request.implementation, request.part
+        how = request.key, request.implementation, request.part, request.clip
+        if request.clip is not None and not same_arrays(updates, request.clip.grads):
+            return updates, state  # a link between wants them clipped
         request.params, state = new_params(link, updates, state, params, *how)
         return request.params, state
 
@@ -282,7 +283,10 @@ def apply_fused(
     equal state at most 5e-4 of its groups get another power than XLA's, as the smallest
     number of a group may be what two that cancel leave; in the others at most 1e-4 of
     the codes differ, by one step, or by a few where those two cancel (three were seen).
-    Moments below 1.18e-38 count as zero.
+    Moments below 1.18e-38 count as zero. Where `optax.clip_by_global_norm` is the link
+    before, a kernel multiplies by its factor in float32 as it reads a gradient: within
+    2^-22 of optax's clipped gradient, which is not made, or beyond that where optax
+    rounds it to bfloat16; where nothing is clipped they are equal.
 
     With a key, bfloat16 parameters are rounded stochastically from the float32 result,
     so that changes below half their spacing (a relative 2^-9) are not lost but right
@@ -321,8 +325,25 @@ def apply_fused(
         raise ValueError("apply_fused: params must be the parameters, got None")
     if not _ends_in_fp8_adam(state):
         raise ValueError(_NOT_FUSABLE.format(type(state).__name__))
+    if chain := chain_of(tx, state):
+        request = _Request(key, implementation)
+        new = _clip_and_answer(chain, grads, state, params, request, **extra)
+        if request.params is not None:
+            return request.params, new
     request = _Request(key, implementation)
     return _answer(tx, grads, state, params, request, **extra)
+
+
+def _clip_and_answer(chain: Chain, grads, state, params, request, **extra):
+    """The new state of a chain whose last link is left to clip what it reads."""
+    states = [*state]
+    for i, update in enumerate(chain.before):
+        grads, states[i] = update(grads, states[i], params, **extra)
+    request.clip = Clip(grads, optax.tree.norm(grads), chain.max_norm)
+    extra["coat_jax_fused"] = request
+    out, states[-1] = chain.last(grads, states[-1], params, **extra)
+    request.params = request.params if request.answered_by(out) else None
+    return tuple(states)
 
 
 def apply_to_part(

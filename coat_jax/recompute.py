@@ -18,6 +18,7 @@ from jax.sharding import AxisType
 from coat_jax import linear as lin
 from coat_jax import matmul, residuals
 from coat_jax.kernels import dispatch, pullback
+from coat_jax.kernels import norm as norm_kernel
 from coat_jax.kernels import prologue as kernel
 from coat_jax.kernels.prologue import Rowwise
 from coat_jax.matmul import Encoded
@@ -33,6 +34,7 @@ def recompute(
     policy: Policy,
     kept: Kept | None = None,
     contract: int = 1,
+    with_input: bool = False,
 ) -> list[jax.Array]:
     """prologue(params, *xs), times each kernel, in float32; keeps only the codes of xs.
 
@@ -45,14 +47,25 @@ def recompute(
       policy: of the products.
       kept: how xs are kept; the policy's own for layers that aren't linear if None.
       contract: how many of the result's last axes K stands for.
+      with_input: whether to return xs[0] too, last. What is done with it there, as
+        adding it to a later result, has a gradient that is added to that through the
+        prologue in float32, before the one rounding, and without a pass of its own.
     """
     block = Block(prologue, params, xs, policy=policy, kept=kept, contract=contract)
 
+    def forward(params, xs, kernels):
+        ys, res = block.forward(params, xs, kernels)
+        return ([*ys, xs[0]] if with_input else ys), res
+
+    def backward(res, gs):
+        residual = gs[-1] if with_input else None
+        return block.backward(res, gs[:-1] if with_input else gs, residual)
+
     @jax.custom_vjp
     def run(params, xs, kernels):
-        return block.forward(params, xs, kernels)[0]
+        return forward(params, xs, kernels)[0]
 
-    run.defvjp(block.forward, block.backward)
+    run.defvjp(forward, backward)
     return run(params, list(xs), list(kernels))
 
 
@@ -65,11 +78,12 @@ def chain(
     last: jax.Array,
     *,
     policy: Policy,
-) -> jax.Array | None:
+) -> tuple[jax.Array, jax.Array] | None:
     """`recompute` twice, what is between them never there but as codes in the backward.
 
-    second(*ys) last, ys = first(params, x) kernel, in x's dtype, of each kernel.
-    None where kernels cannot run it; then there is nothing to gain over two calls.
+    second(*ys) last, ys = first(params, x) kernel, in x's dtype, of each kernel; and x,
+    as `recompute` returns it `with_input`. None where kernels cannot run it; then there
+    is nothing to gain over two calls.
     """
     if AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
         return None  # the types between the two would have to be known
@@ -85,12 +99,12 @@ def chain(
         ys, of_one = one.forward(params, [x], kernels)
         ys = [lin.finish(y, None, None, x.dtype) for y in ys]
         (z,), of_two = two.forward([], ys, [last])
-        return z, (of_one, of_two)
+        return (z, x), (of_one, of_two)
 
-    def backward(res, g):
-        of_one, of_two = res
+    def backward(res, gradients):
+        (of_one, of_two), (g, residual) = res, gradients
         gs, dlast = two.pull_back(of_two, g)
-        dparams, (dx,), dkernels = one.backward(of_one, gs)
+        dparams, (dx,), dkernels = one.backward(of_one, gs, residual)
         return dparams, dx, dkernels, dlast
 
     @jax.custom_vjp
@@ -116,6 +130,7 @@ class Block:
             "dtype": self.types[0].dtype,
         }
         self.by_kernel = self._may_use_kernels(params, xs)
+        self.pulls_norm = self._may_pull_norm(xs)
 
     def _may_use_kernels(self, params, xs) -> bool:
         """Whether h's codes and those of xs are made together, by kernels on GPUs."""
@@ -157,8 +172,11 @@ class Block:
         )
         return Encoded(codes, scale), [residuals.pack(*x) for x in stored]
 
-    def backward(self, res, gs):
-        """Gradients of params, xs and kernels; gs may be encoded: `linear.Gradient`."""
+    def backward(self, res, gs, residual=None):
+        """Gradients of params, xs and kernels; gs may be encoded: `linear.Gradient`.
+
+        `residual` is another gradient of xs[0].
+        """
         params, stored, kernels, scales = res
         if kernels:
             gs = [self._rounded(g) for g in gs]
@@ -167,6 +185,8 @@ class Block:
             # its result instead of running it again.
             after = lin.token(gs[0], self.policy) if kernels else gs[0]
             stored = [_after(x, after) for x in stored]
+        if self.pulls_norm and (not kernels or self._has_narrow_gradients()):
+            return self._pull_norm((params, stored, kernels, scales), gs, residual)
         floats, whole = _floats_of(params)
         again = lambda floats, *xs: _wide(self.prologue(whole(floats), *xs))
         xs = [residuals.restore(x, self.kept) for x in stored]
@@ -177,10 +197,10 @@ class Block:
         dfloats, *dxs = pull(dh)
         # 0 x makes NaN of what is NaN in x: relu'(NaN) is 0, which would hide it.
         dxs = [dx + 0.0 * x for dx, x in zip(dxs, xs, strict=True)]
-        dxs = [
-            matmul.summed(dx, t).astype(t.dtype)
-            for dx, t in zip(dxs, self.types, strict=True)
-        ]
+        dxs = [matmul.summed(dx, t) for dx, t in zip(dxs, self.types, strict=True)]
+        if residual is not None:
+            dxs[0] = dxs[0] + _wide(residual)
+        dxs = [dx.astype(t.dtype) for dx, t in zip(dxs, self.types, strict=True)]
         return whole(dfloats, rest=False), dxs, dkernels
 
     def _rounded(self, g):
@@ -194,6 +214,64 @@ class Block:
         typed = jax.typeof(h)
         dh, dkernels = lin.gradients(h_T, kernels, scales, gs, typed=typed, **self.how)
         return matmul.summed(dh, typed), dkernels
+
+    def _may_pull_norm(self, xs) -> bool:
+        """Whether x's gradient is made by a norm's own kernel on GPUs.
+
+        Not by default: it is not timed yet, and inside a scan or beside cuDNN attention
+        it needs more memory than it saves traffic.
+        """
+        if self.contract != 1 or not dispatch.asked_for():
+            return False
+        x = self.types[0]
+        if matmul.varying(x):
+            return False  # a shard_map may want the gradients' sums
+        stored = self._as_stored(x)
+        return norm_kernel.refuses(self.prologue, stored, xs, x.dtype) is None
+
+    def _has_narrow_gradients(self) -> bool:
+        """Whether the products' terms of h's gradient are of x's dtype in memory."""
+        g, w = self.policy.g, self.policy.w
+        if g.format is None or w.format is None:
+            return True
+        if self.types[0].dtype == jnp.bfloat16:
+            return g.scaling == w.scaling == "tensor"
+        return self.types[0].dtype == jnp.float32
+
+    def _pull_norm(self, res, gs, residual):
+        """`backward` of a norm, by kernels on GPUs."""
+        params, (stored,), kernels, scales = res
+        if self.kept.format is not None:
+            stored = tuple(residuals.unpack(stored, self.kept.format))
+        how = self.how | {"typed": jax.typeof(jax.tree.leaves(stored)[0])}
+        parts: Any = [g if kernels else self._rounded(g) for g in gs]
+        if kernels:
+            pairs = zip(gs, kernels, strict=True)
+            gs = [
+                g if isinstance(g, lin.Gradient) else lin.encoded(g, kernel, **how)
+                for g, kernel in pairs
+            ]
+            parts = lin.input_gradients(kernels, scales, gs, **how)
+        dx, rows, dparams = norm_kernel.backward(
+            self.prologue, params, stored, parts, residual, dtype=self.types[0].dtype
+        )
+        if not kernels:
+            return dparams, [dx], []
+        h_T = self._norm_again(params, rows, stored, scales)
+        return dparams, [dx], lin.kernel_gradients(h_T, kernels, gs, **how)
+
+    def _norm_again(self, params, rows, stored, scales) -> Encoded:
+        """The norm's result, encoded for a sum over tokens."""
+        scale: Any = self._scale_again(scales.x)
+        how: Any = {"format": self.policy.x.format}
+        both = scale is not None and how["format"] is not None
+        if both and norm_kernel.refuses_again(stored) is None:
+            again: Any = norm_kernel.again
+            codes_T = again(self.prologue, params, rows, stored, scale, **how)
+            return Encoded(_as_it_lies(codes_T), scale)
+        h = self.prologue.apply(params, rows, norm_kernel.decoded(stored))
+        free = tuple(range(h.ndim - 1))
+        return matmul.encode(h, self.policy.x, free, scale=scale, fused=True)
 
     def _scale_again(self, scale):
         """The scale of what the prologue gives in the backward, or None for its own.
@@ -214,12 +292,17 @@ class Block:
             return False
         if matmul.varying(jax.typeof(x)):
             return False  # a shard_map may want the gradients' sums
-        shape, group = self.types[0].shape, self.kept.group
-        codes = jax.ShapeDtypeStruct(shape, self.kept.format.dtype)
-        scales = (*shape[:-1], shape[-1] // group)
-        scale = jax.ShapeDtypeStruct(scales, jnp.float32)
-        stored = [(codes, scale)] * len(self.types)
+        stored = [self._as_stored(self.types[0])] * len(self.types)
+        group = self.kept.group
         return pullback.refuses(self.prologue, stored, self.types[0], group) is None
+
+    def _as_stored(self, x):
+        """What is kept of x, without data."""
+        if self.kept.format is None:
+            return x
+        codes = jax.ShapeDtypeStruct(x.shape, self.kept.format.dtype)
+        scales = (*x.shape[:-1], -(-x.shape[-1] // self.kept.group))
+        return codes, jax.ShapeDtypeStruct(scales, jnp.float32)
 
     def pull_back(self, res, g):
         """Encoded gradients of xs, and that of the one kernel, by kernels on GPUs."""

@@ -144,6 +144,30 @@ def test_a_report_has_the_newest_run_of_each_figure(results_folder, capsys):
     assert text.index("NVIDIA H200") < text.index("TB/s")
 
 
+def test_the_figures_of_the_docs_are_drawn(results_folder):
+    """Of what is recorded: here two of the three."""
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    how = {"benchmark": "quantize", "case": "T", "device": "x"}
+    _row(**how, metric="rate", value=2.1, unit="TB/s", implementation="triton")
+    _row(**how, metric="rate", value=1.05, unit="TB/s", implementation="xla")
+    how = {"benchmark": "optimizer", "case": "leaf", "device": "x"}
+    _row(**how, metric="traffic", value=4200.0, unit="GB/s", implementation="triton")
+    _row(benchmark="layer", case="7b", value=24.0, device="x")
+    file = str(results_folder / "x.jsonl")
+    assert [
+        r["value"] for r in report.shares(report.read([results_folder / "x.jsonl"]))
+    ] == [50.0, 25.0, 100.0]
+    for folder in (results_folder / "one", results_folder / "two"):
+        report.main([file, f"--plots={folder}"])
+        assert sorted(p.name for p in folder.iterdir()) == ["kernels.svg", "layer.svg"]
+    text = (folder / "kernels.svg").read_text()
+    assert "share of 4.2 TB/s" in text
+    assert "optimizer leaf" in text
+    assert text == (results_folder / "one" / "kernels.svg").read_text()
+    with pytest.raises(SystemExit):
+        report.main([file, "--benchmark=none", f"--plots={results_folder}"])
+
+
 def test_a_report_can_be_drawn(results_folder):
     pytest.importorskip("matplotlib", reason="plots are an extra")
     for implementation, value in (("xla", 5.0), ("triton", 2.0)):

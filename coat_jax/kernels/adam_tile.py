@@ -45,6 +45,7 @@ class How(NamedTuple):
       stochastic_p: whether bfloat16 parameters are.
       eps_root: whether eps_root may be other than 0.
       nesterov: whether g_scale may be.
+      clipped: whether g_factor may be other than 1.
     """
 
     m_format: Format
@@ -55,12 +56,14 @@ class How(NamedTuple):
     stochastic_p: bool
     eps_root: bool = False
     nesterov: bool = False
+    clipped: bool = False
 
 
 class Scalars(NamedTuple):
     """What changes from step to step: float32, seeds uint32, shape ().
 
-    The step is  m = b1 m + b1_rest g,  v = b2 v + b2_rest g^2,
+    With g that of the gradient times g_factor, the step is
+    m = b1 m + b1_rest g,  v = b2 v + b2_rest g^2,
     u = (m_scale m + g_scale g) / (sqrt(v_scale v + eps_root) + eps),
     p = p + u_factor u + p_factor p.  The random bits are those of `seed`, and for
     rounding parameters their exclusive or with p_word.
@@ -80,6 +83,7 @@ class Scalars(NamedTuple):
     p_factor: Any
     seed: Any
     p_word: Any
+    g_factor: Any = 1.0
 
 
 SEEDS = ("seed", "p_word")
@@ -133,6 +137,7 @@ def tile_step(f: Functions, how: How, s: Scalars, p, g, m, v, start):
     """
     p_dtype = p.dtype
     p, g = p.astype(jnp.float32), g.astype(jnp.float32)
+    g = g * s.g_factor if how.clipped else g
     # + 0 makes -0 to 0, whose code has no sign.
     m = f.fma(s.b1, _decode(f, how.m_format, *m, signed=True), f.fma(s.b1_rest, g, 0.0))
     v = f.fma(s.b2, _decode(f, how.v_format, *v, signed=False), s.b2_rest * (g * g))

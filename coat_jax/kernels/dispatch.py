@@ -34,6 +34,11 @@ def worthwhile(x) -> bool:
     return x.size >= _WORTHWHILE
 
 
+def asked_for() -> bool:
+    """Whether `use_kernels` names kernels: for those that aren't shown to gain yet."""
+    return _PREFERRED.value not in (None, "xla")
+
+
 def use_kernels(implementation: Implementation) -> AbstractContextManager[None]:
     """A context in which layers run by "xla" alone, or by one backend's kernels.
 
