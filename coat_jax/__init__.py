@@ -4,6 +4,7 @@ from coat_jax import checkpoint as checkpoint
 from coat_jax import linen as linen
 from coat_jax import nn as nn
 from coat_jax import policy as policy
+from coat_jax import rank_control as rank_control
 from coat_jax import telemetry as telemetry
 from coat_jax.decay import decay_mask as decay_mask
 from coat_jax.expand import Expanded as Expanded
@@ -23,6 +24,7 @@ from coat_jax.linear import fp8_dot_general as fp8_dot_general
 from coat_jax.memory import memory_report as memory_report
 from coat_jax.moments import Storage as Storage
 from coat_jax.nn import convert as convert
+from coat_jax.nn import tensorize as tensorize
 from coat_jax.optimizer import ScaleByFp8AdamState as ScaleByFp8AdamState
 from coat_jax.optimizer import apply_fused as apply_fused
 from coat_jax.optimizer import fp8_adam as fp8_adam
@@ -37,3 +39,4 @@ from coat_jax.quantize import dequantize as dequantize
 from coat_jax.quantize import quantize as quantize
 from coat_jax.residuals import save_fp8 as save_fp8
 from coat_jax.sharding import state_shardings as state_shardings
+from coat_jax.truncation import truncate as truncate

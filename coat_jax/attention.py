@@ -123,6 +123,9 @@ def prepare(
         implementation = "cudnn" if on_gpu and reason is None else "xla"
     if implementation == "cudnn" and reason is not None:
         raise NotImplementedError(f"dot_product_attention: cuDNN refuses: {reason}")
+    if implementation == "cudnn":
+        lengths = query.shape[-3], key.shape[-3]
+        bias, mask = (_whole(array, lengths) for array in (bias, mask))
     dtype = query.dtype
 
     def attend(params, query, key, value):
@@ -152,6 +155,13 @@ def refuses(query, key) -> str | None:
         # cuDNN asks this of a gradient with a bias only, JAX of every gradient.
         return f"the lengths must be even, got {lengths[0]} and {lengths[1]}"
     return None
+
+
+def _whole(array, lengths: tuple[int, int]):
+    """A bias or mask with both lengths in full: JAX gives cuDNN no axis of 1 there."""
+    if array is None:
+        return None
+    return jnp.broadcast_to(array, (*array.shape[:-2], *lengths))
 
 
 def _visible(mask, query_segments, key_segments):

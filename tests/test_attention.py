@@ -195,6 +195,21 @@ def test_jax_itself_refuses_cudnn_a_gradient_of_an_odd_length(h200_compile):
         h200_compile(jax.grad(loss), odd)
 
 
+@pytest.mark.parametrize("shape", [(B, 1, 1, 64), (1, 1, 64, 1), (B, N, 64, 64)])
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_cudnn_takes_masks_and_biases_that_broadcast(h200_compile, name, shape):
+    """JAX hands them to cuDNN as they are, and refuses a length of 1."""
+    dtype = {"mask": jnp.bool, "bias": jnp.bfloat16}[name]
+
+    def loss(q, other):
+        o = dot_product_attention(q, q, q, implementation="cudnn", **{name: other})
+        return jnp.sum(o.astype(jnp.float32))
+
+    q = jax.ShapeDtypeStruct((B, 64, N, 64), jnp.bfloat16)
+    compiled = h200_compile(jax.grad(loss), q, jax.ShapeDtypeStruct(shape, dtype))
+    assert "__cudnn$fmha" in compiled.as_text()
+
+
 def test_only_cudnn_keeps_what_a_policy_without_a_format_asks_for():
     q = jnp.ones((B, T, N, D), jnp.bfloat16)
     cudnn = prepare(q, q, implementation="cudnn")

@@ -11,3 +11,5 @@ from coat_jax.linen.layers import DenseGeneral as DenseGeneral
 from coat_jax.linen.layers import Einsum as Einsum
 from coat_jax.linen.layers import LayerNorm as LayerNorm
 from coat_jax.linen.layers import RMSNorm as RMSNorm
+from coat_jax.linen.tensor_train import TTLinear as TTLinear
+from coat_jax.linen.tensor_train import TTMEmbedding as TTMEmbedding

@@ -17,3 +17,9 @@ from coat_jax.nn.layers import LayerNorm as LayerNorm
 from coat_jax.nn.layers import Linear as Linear
 from coat_jax.nn.layers import LinearGeneral as LinearGeneral
 from coat_jax.nn.layers import RMSNorm as RMSNorm
+from coat_jax.nn.merged import LowRankLinear as LowRankLinear
+from coat_jax.nn.merged import MergedEmbedding as MergedEmbedding
+from coat_jax.nn.merged import merge as merge
+from coat_jax.nn.tensor_embedding import TTMEmbedding as TTMEmbedding
+from coat_jax.nn.tensor_train import TTLinear as TTLinear
+from coat_jax.nn.tensorize import tensorize as tensorize

@@ -12,15 +12,24 @@ from flax import nnx
 
 from coat_jax.nn.attention import Attention
 from coat_jax.nn.layers import OURS, adopt, refuses, set_policy
+from coat_jax.nn.merged import LowRankLinear, MergedEmbedding
+from coat_jax.nn.tensor_embedding import TTMEmbedding
+from coat_jax.nn.tensor_train import TTLinear
 from coat_jax.policy import DEFAULT, Policy, check_policy
 
-_KINDS = {**OURS, nnx.MultiHeadAttention: Attention}
+_KINDS = {
+    **OURS,
+    nnx.MultiHeadAttention: Attention,
+    TTLinear: TTLinear,
+    LowRankLinear: LowRankLinear,
+}
+_TABLES = (TTMEmbedding, MergedEmbedding)
 
 
 class Report(NamedTuple):
-    """What `convert` did; prints as a table.
+    """What `convert` or `tensorize` did; prints as a table.
 
-    replaced: (path, Flax's type) of each layer that now has the policy.
+    replaced: (path, Flax's type) of each layer that now is another, or has the policy.
     left: (path, type, reason) of each other module that has parameters of its own.
     """
 
@@ -72,9 +81,9 @@ def convert(
       layers/0  Linear  replaced
     """
     check_policy("convert", policy)
-    only, skip = _selection("only", only), _selection("skip", skip)
+    only, skip = selection("convert", only=only, skip=skip)
     replaced, left = [], []
-    for path, module in _modules(model):
+    for path, module in modules_of(model):
         kind = _flax_type(module)
         reason = _reason(path, module, kind, policy, only, skip)
         if reason is not None:
@@ -85,13 +94,16 @@ def convert(
     return Report(tuple(replaced), tuple(left))
 
 
-def _modules(model) -> list[tuple[str, nnx.Module]]:
-    """Each module once, the outer before the inner."""
+def modules_of(model) -> list[tuple[str, nnx.Module]]:
+    """Each module once, the outer before the inner; the lists of a train are none."""
     found = [
         (path, node)
         for path, node in nnx.iter_graph(model)
         if isinstance(node, nnx.Module)
     ]
+    trains = [node for _, node in found if isinstance(node, (TTLinear, TTMEmbedding))]
+    parts = {id(part) for each in trains for part in (each.cores, each.diagonals)}
+    found = [(path, node) for path, node in found if id(node) not in parts]
     found.sort(key=lambda item: tuple((isinstance(p, str), p) for p in item[0]))
     return [("/".join(map(str, path)), node) for path, node in found]
 
@@ -104,16 +116,17 @@ def _flax_type(module) -> type:
 
 def _reason(path, module, kind, policy, only, skip) -> str | None:
     """Why a module is left, or None where it is replaced or has nothing to replace."""
+    if kind in _TABLES:
+        return "rows are looked up, not multiplied; its policy is that of attend"
     if kind not in _KINDS:
         base = next((b for b in _KINDS if isinstance(module, b)), None)
         if base is not None:
             return f"derived from {base.__name__}, it may compute something else"
-        own = any(isinstance(v, nnx.Param) for v in vars(module).values())
+        own = has_parameters(module)
         return f"there is no FP8 form of {kind.__name__}" if own else None
-    if only is not None and not _matches(path, kind, only):
-        return "not among only"
-    if skip is not None and _matches(path, kind, skip):
-        return "named by skip"
+    reason = not_selected(path, kind, only, skip)
+    if reason is not None:
+        return reason
     if getattr(module, "policy", None) == policy:
         return "it has this policy already"
     if kind is nnx.MultiHeadAttention:
@@ -132,16 +145,39 @@ def _replace(module: Any, policy: Policy) -> None:
         set_policy(module, policy)
 
 
-def _selection(name: str, value) -> tuple | None:
+def has_parameters(module) -> bool:
+    """Whether a module has parameters of its own, beside those of its parts."""
+    return any(isinstance(value, nnx.Param) for value in vars(module).values())
+
+
+def selection(who: str, **selected) -> list[tuple | None]:
+    """Each of `only` and `skip` as a tuple of patterns and types, or None.
+
+    Raises:
+      TypeError: if one holds anything else.
+    """
+    return [_items(who, name, value) for name, value in selected.items()]
+
+
+def _items(who: str, name: str, value) -> tuple | None:
     if value is None:
         return None
     items = (value,) if isinstance(value, str | type) else tuple(value)
     if not all(isinstance(item, str | type) for item in items):
         raise TypeError(
-            f"convert: {name} must hold path patterns such as 'blocks/*' and types "
+            f"{who}: {name} must hold path patterns such as 'blocks/*' and types "
             f"such as nnx.Linear, got {value!r}"
         )
     return items
+
+
+def not_selected(path: str, kind: type, only, skip) -> str | None:
+    """Why `only` and `skip`, as `selection` gives them, leave a module; or None."""
+    if only is not None and not _matches(path, kind, only):
+        return "not among only"
+    if skip is not None and _matches(path, kind, skip):
+        return "named by skip"
+    return None
 
 
 def _matches(path: str, kind: type, items) -> bool:

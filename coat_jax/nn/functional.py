@@ -8,27 +8,33 @@ take modules of any kind. Where they are ours with one FP8 policy, the block is 
 `coat_jax.fused`, which keeps the codes of what enters it and nothing else. Any other
 module is called as it is: these are then the plain compositions, bit for bit. So a
 model is written once, and is compressed by the layers that are put into it.
+
+A tensor train, merged, is a map to R features and one from there. The first is a part
+of the block like any kernel, beside dense ones too; the second keeps its R features.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 import jax
 
-from coat_jax import activations, attention, fused
+from coat_jax import activations, attention, fused, lowrank
+from coat_jax.nn import layers, tensor_train
 from coat_jax.nn.layers import (
     Layer,
     LayerNorm,
     Linear,
     LinearGeneral,
     RMSNorm,
-    compute_dtype,
     value_of,
 )
+from coat_jax.nn.merged import LowRankLinear
+from coat_jax.nn.tensor_train import TTLinear
 from coat_jax.policy import BF16, Policy
 
+_LOW_RANK = (TTLinear, LowRankLinear)
 _NORMS = {RMSNorm: "rms", LayerNorm: "layer"}
 _ACTIVATIONS = {jax.nn.silu: "silu", jax.nn.relu: "relu", jax.nn.gelu: "gelu_tanh"}
 
@@ -60,11 +66,12 @@ def norm_linear(
     dtype = None if policy is None else _dtype_of(first, x.dtype)
     if policy is None or dtype is None:
         return [linear(x) for linear in linears]
-    kernels = [linear.kernel[...] for linear in linears]
-    biases = [value_of(linear.bias) for linear in linears]
+    maps = [_map_of(linear) for linear in linears]
+    kernels, biases = [m.kernel for m in maps], [m.within for m in maps]
     how = {} if norm is None else _norm_arguments(norm)
-    x = x.astype(dtype)
-    return fused.norm_linear(x, kernels, biases, **{"norm": None, **how}, policy=policy)
+    how = {"norm": None, **how, "policy": policy}
+    ys = fused.norm_linear(x.astype(dtype), kernels, biases, **how)
+    return [m.leave(y, policy) for m, y in zip(maps, ys, strict=True)]
 
 
 def act_linear(
@@ -107,9 +114,11 @@ def act_linear(
         f = activations.activate if len(inputs) == 1 else activations.gated
         return _added(residual, linear(f(*inputs, activation=name, policy=policy)))
     within, after = _split(residual, dtype)
-    how = {"activation": name, "policy": policy, "residual": within}
-    kernel, bias = linear.kernel[...], value_of(linear.bias)
-    return _added(after, fused.act_linear(inputs, kernel, bias, **how))
+    own, how = _map_of(linear), {"activation": name, "policy": policy}
+    if own.right is None:
+        how["residual"] = within
+    y = fused.act_linear(inputs, own.kernel, own.within, **how)
+    return _added(after, own.leave(y, policy, within))
 
 
 def mlp(
@@ -148,6 +157,7 @@ def mlp(
         name is None
         or policy is None
         or norm is None
+        or any(isinstance(linear, _LOW_RANK) for linear in (*into, down))
         or not _joins(norm, into, policy, x)
         or not _same_dtype(norm, [*into, down], x, residual)
     ):
@@ -196,12 +206,46 @@ def attention_linear(
         o = attention.dot_product_attention(query, key, value, policy=policy, **attend)
         o = o if axes == 2 else o.reshape(*o.shape[:-2], -1)
         return _added(residual, linear(o))
-    kernel, bias = linear.kernel[...], value_of(linear.bias)
-    within, after = _split(residual, query.dtype)
-    y = fused.attention_linear(
-        query, key, value, kernel, bias, policy=own, residual=within, **attend
-    )
-    return _added(after, y)
+    low, (within, after) = _map_of(linear), _split(residual, query.dtype)
+    if low.right is None:
+        attend["residual"] = within
+    inputs = (query, key, value, low.kernel, low.within)
+    y = fused.attention_linear(*inputs, policy=own, **attend)
+    return _added(after, low.leave(y, own, within))
+
+
+class _Map(NamedTuple):
+    """A linear map as a block takes it, and what is left to do after the block.
+
+    kernel, within: what the block multiplies by, and adds.
+    right, bias: of a low-rank map, whose `kernel` is its left factor; else None.
+    """
+
+    kernel: jax.Array
+    within: jax.Array | None
+    right: jax.Array | None = None
+    bias: jax.Array | None = None
+
+    def leave(self, y, policy: Policy, residual=None):
+        """The map's result, of what the block returned."""
+        if self.right is None:
+            return y
+        how = {"policy": policy, "residual": residual}
+        return lowrank.leave(y, self.right, self.bias, **how)
+
+
+def _map_of(linear) -> _Map:
+    bias = value_of(linear.bias)
+    if not isinstance(linear, _LOW_RANK):
+        return _Map(linear.kernel[...], bias)
+    left, right = linear.halves()
+    return _Map(left, None, right, bias)
+
+
+def compute_dtype(layer: Layer, dtype):
+    """What a layer computes in when its input is of `dtype`."""
+    of = tensor_train if isinstance(layer, _LOW_RANK) else layers
+    return of.compute_dtype(layer, dtype)
 
 
 def shared_policy(linears: Sequence[Layer], *, axes: int = 1) -> Policy | None:
@@ -218,7 +262,7 @@ def _policy_of(linear, axes: int) -> Policy | None:
     general = type(linear) is LinearGeneral
     if general and (linear.axis != last or linear.batch_axis):
         return None
-    if not general and type(linear) is not Linear:
+    if not general and type(linear) not in (Linear, *_LOW_RANK):
         return None
     own = (
         linear.promote_dtype is promote_dtype and linear.preferred_element_type is None
