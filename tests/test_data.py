@@ -13,6 +13,8 @@ from experiments import config as options
 from experiments import corpus, data, harness, prepare, token_file
 from experiments.harness import ExitCode, UserError
 
+pytestmark = pytest.mark.once
+
 CONFIG = options.resolve(options.Config(preset="micro", held_out=0.25))
 
 

@@ -11,7 +11,7 @@ from coat_jax.optax_fields import FIELDS
 from tests import optax_cases
 from tests.helpers import assert_same_bits, assert_sqnr
 
-pytestmark = pytest.mark.usefixtures("optax_promotion")
+pytestmark = [pytest.mark.usefixtures("optax_promotion"), pytest.mark.once]
 
 SMALL = Storage(min_size=1024)  # the cases' matrices are small
 # Updates of three steps against float32: a model's tolerance, in dB. A stored moment is

@@ -33,6 +33,8 @@ from experiments import (
 )
 from experiments.harness import ExitCode, UserError
 
+pytestmark = pytest.mark.once
+
 # What says how fast a step was, not what it computed.
 CLOCK = {"step_ms", "tokens_per_s", "seconds"}
 SIZES = {"hidden": 32, "ffn": 32, "batch": 2, "seq": 16, "steps": 20}

@@ -14,6 +14,8 @@ from safetensors import numpy as safetensors_numpy
 from coat_jax.models import llama, pretrained
 from tests.helpers import assert_same_bits
 
+pytestmark = pytest.mark.once
+
 GQA = llama.LlamaConfig(
     vocab=32, hidden=48, ffn=40, layers=3, heads=6, kv_heads=2, rope_base=100.0
 )  # untied, three query heads to each of k and v

@@ -15,6 +15,8 @@ from coat_jax.models.pretrained import gguf_file
 from tests.helpers import assert_reordered, assert_same_bits
 from tests.test_pretrained import CONFIGS, GQA, make_params, settings, without
 
+pytestmark = pytest.mark.once
+
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", CONFIGS)

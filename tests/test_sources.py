@@ -9,6 +9,8 @@ import pytest
 from tests import fp8_door
 from tests.test_layering import imported
 
+pytestmark = pytest.mark.once
+
 ROOT = pathlib.Path(__file__).parent.parent
 DOOR = "coat_jax/formats.py"
 CORE = {"coat_jax", "flax", "jax", "ml_dtypes", "numpy", "optax", "orbax"}

@@ -11,7 +11,7 @@ import pytest
 import coat_jax
 from coat_jax.moments import decode_moments
 
-pytestmark = pytest.mark.usefixtures("optax_promotion")
+pytestmark = [pytest.mark.usefixtures("optax_promotion"), pytest.mark.once]
 
 STEPS = 3000  # before the change, and after it
 CHANGES = {"tenfold fall": 0.1, "fall to 1/10,000": 1e-4, "threefold rise": 3.0}
