@@ -271,6 +271,7 @@ def test_every_arm_and_seed_has_a_line(finished):
     assert pathlib.Path(finished.image).exists()
 
 
+@pytest.mark.soak
 def test_only_what_is_missing_is_run(finished, tmp_path, capsys):
     lines = pathlib.Path(finished.results).read_text().splitlines(keepends=True)
     lost = json.loads(lines[1])

@@ -15,7 +15,7 @@ from coat_jax import apply_fused, fp8_adamw
 from coat_jax.fp8_state import fp8_state
 from tests.helpers import assert_reordered, assert_same_bits
 
-pytestmark = pytest.mark.usefixtures("optax_promotion")
+pytestmark = [pytest.mark.usefixtures("optax_promotion"), pytest.mark.once]
 
 FP8 = coat_jax.Storage(min_size=1024)  # w in FP8, the scale in float32
 SHAPES = {"w": (8, 128), "norm": {"scale": (128,)}}

@@ -13,6 +13,8 @@ import pytest
 from benchmarks import accumulation, device_profile, harness, layer, train_step
 from coat_jax.models import llama
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(autouse=True)
 def results_folder(tmp_path, monkeypatch):
@@ -95,6 +97,7 @@ def test_a_training_step(monkeypatch):
     assert 3 * params < state < 3.01 * params
 
 
+@pytest.mark.soak
 @pytest.mark.once
 def test_a_training_steps_loss_falls():
     step = train_step.make("micro", "default", "layerwise")

@@ -206,6 +206,7 @@ def test_the_kept_bits_are_those_without_kernels():
     assert_same_bits(found["triton"][T, H], found["xla"][T, H])  # the norm's input
 
 
+@pytest.mark.soak
 @pytest.mark.once
 def test_scan_and_remat_change_no_more_than_the_order():
     x, p = arguments(stack=(2,))

@@ -16,6 +16,8 @@ from tests import checkpoint_worker
 from tests.helpers import assert_same_bits
 from tests.test_checkpoint import SMALL, restore, saved
 
+pytestmark = pytest.mark.once
+
 ROOT = pathlib.Path(__file__).parent.parent
 # After a failed write, tensorstore calls back into an event loop that orbax has closed.
 orbax_leaves_callbacks = pytest.mark.filterwarnings(

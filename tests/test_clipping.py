@@ -16,7 +16,7 @@ from coat_jax import apply_fused, clipping
 from tests.helpers import assert_reordered, assert_same_bits
 from tests.test_kernel_adam import adamw, assert_same_step, draw, initial, step, storage
 
-pytestmark = pytest.mark.usefixtures("optax_promotion")
+pytestmark = [pytest.mark.usefixtures("optax_promotion"), pytest.mark.once]
 
 ALONE = adamw(storage=storage())
 clip = optax.clip_by_global_norm

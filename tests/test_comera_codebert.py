@@ -99,6 +99,7 @@ def _size(ranks):
     return total
 
 
+@pytest.mark.soak
 def test_the_dense_arm_steps(text, tmp_path):
     """One update of the same model with matrices."""
     more = ("--arm=dense", "--epochs=1", "--epoch_steps=1")

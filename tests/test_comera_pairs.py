@@ -226,6 +226,7 @@ def test_both_stages_are_recorded_tabled_drawn_and_not_run_again(
     assert run() == ExitCode.DONE
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("arm", ["galore", "galore_reference", "dense_coat"])
 def test_the_other_arms_run(arguments, tmp_path, arm):
     few = [a for a in arguments if not a.startswith("--epochs")]

@@ -14,6 +14,8 @@ from coat_jax.tensor_train import TensorTrain, TTShape, tt_shape
 from tests import tensor_train_oracle as oracle
 from tests.helpers import assert_reordered, assert_same_bits, assert_sqnr
 
+pytestmark = pytest.mark.once
+
 FFN = tt_shape(768, 3072, rank=30)
 # Orders 2 to 8, odd factors, sides of unequal length, ranks of 1 in and at the ends.
 SHAPES = {

@@ -14,6 +14,8 @@ from coat_jax.policy import BF16, DEFAULT, PAPER, Kept, Policy
 from coat_jax.quantize import dequantize, quantize
 from tests.helpers import assert_reordered, assert_same_bits, assert_sqnr
 
+pytestmark = pytest.mark.once
+
 # Shape of x, window, output channels, and Flax's options.
 WINDOWS = {
     "same": ((2, 6, 5, 8), (3, 3), 4, {}),

@@ -11,7 +11,7 @@ import pytest
 import coat_jax
 from tests.helpers import assert_same_bits
 
-pytestmark = pytest.mark.usefixtures("optax_promotion")
+pytestmark = [pytest.mark.usefixtures("optax_promotion"), pytest.mark.once]
 PARAMS = {"w": jnp.full((8, 128), 3.0), "norm": {"scale": jnp.full(128, 2.0)}}
 
 

@@ -12,6 +12,8 @@ from coat_jax.models import dlrm
 from coat_jax.tensor_train import to_dense
 from tests.helpers import assert_reordered
 
+pytestmark = pytest.mark.once
+
 MICRO = dlrm.PRESETS["micro"]
 TRAINS = dlrm.tensor_train_layers(table_rank=3, table_order=2, large_rows=500)
 

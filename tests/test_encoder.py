@@ -15,6 +15,8 @@ from coat_jax.policy import BF16, DEFAULT
 from coat_jax.train_tree import ranks, trains_of
 from tests.helpers import assert_reordered, assert_same_bits, assert_sqnr
 
+pytestmark = pytest.mark.once
+
 MNLI, MICRO = encoder.PRESETS["mnli"], encoder.PRESETS["micro"]
 QUIET = dataclasses.replace(MICRO, dropout=0.0)
 TRAINS = encoder.tensor_train_layers(rank=4, embed_rank=4)

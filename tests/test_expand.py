@@ -19,6 +19,8 @@ from coat_jax import expand, formats, rounding
 from tests import expand_judge as judge
 from tests import helpers
 
+pytestmark = pytest.mark.once
+
 FORMATS = {"e4m3": formats.E4M3, "e5m2": formats.E5M2}
 each_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 SAME_STATE = 1e-5  # share of codes that two programs may put on the other side of a tie

@@ -17,7 +17,7 @@ from coat_jax.optimizer import ScaleByFp8AdamState, fp8_adamw
 from tests import optax_cases
 from tests.helpers import assert_same_bits, assert_sqnr, assert_within_format
 
-pytestmark = pytest.mark.usefixtures("optax_promotion")
+pytestmark = [pytest.mark.usefixtures("optax_promotion"), pytest.mark.once]
 
 SMALL = Storage(min_size=1024)  # the cases' matrices are small
 CLOSE = 20.0  # dB, as in test_fp8_state_table
@@ -181,6 +181,7 @@ def test_select_overrides_the_table_leaf_by_leaf():
     assert adam.mu.codes["b"].dtype == adam.nu.codes["a"].dtype == jnp.float8_e4m3fn
 
 
+@pytest.mark.soak
 def test_select_stores_the_momentum_of_adafactor():
     select = lambda path, leaf: "m" if "/ema/" in path else None
     tx = fp8_state(optax.adafactor(1e-2, momentum=0.9), storage=SMALL, select=select)

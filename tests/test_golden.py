@@ -32,6 +32,8 @@ import pytest
 from coat_jax import expand, moments, optimizer
 from tests import helpers
 
+pytestmark = pytest.mark.once
+
 DATA = pathlib.Path(__file__).parent / "data" / "golden"
 GROUP = 128
 BETAS = {

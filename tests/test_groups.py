@@ -12,6 +12,8 @@ from coat_jax.expand import expand_dequantize, expand_quantize
 from coat_jax.quantize import dequantize, quantize
 from tests.helpers import assert_same_bits
 
+pytestmark = pytest.mark.once
+
 # One per way of cutting: a single group, whole groups, folded units, runs with and
 # without short ends, odd lengths.
 LENGTHS = [1, 2, 31, 96, 100, 127, 128, 129, 200, 320, 712, 1000, 1001, 1376, 2880]

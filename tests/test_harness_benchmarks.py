@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks import harness, report
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(autouse=True)
 def results_folder(tmp_path, monkeypatch):

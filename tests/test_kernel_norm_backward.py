@@ -26,6 +26,8 @@ from tests.activation_oracle import draw
 from tests.collectives import collectives
 from tests.helpers import assert_reordered, assert_same_bits, assert_same_codes
 
+pytestmark = pytest.mark.once
+
 EPSILON = 1e-2
 FUNCTIONS = {kind: norms.function_of(kind, EPSILON) for kind in ("rms", "layer")}
 KINDS = pytest.mark.parametrize("kind", FUNCTIONS)

@@ -17,7 +17,7 @@ from coat_jax.models import llama
 from coat_jax.policy import PRESETS
 from tests.helpers import assert_reordered, assert_same_bits
 
-pytestmark = pytest.mark.usefixtures("optax_promotion")
+pytestmark = [pytest.mark.usefixtures("optax_promotion"), pytest.mark.once]
 
 ONCE = pytest.mark.once
 LAYERS = 3

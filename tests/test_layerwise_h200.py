@@ -88,6 +88,7 @@ def test_stacked_leaves_are_updated_where_they_are(small):
     assert not shapes & {*re.findall(r"= \w+\[([\d,]+)\]\S* dynamic-update", text)}
 
 
+@pytest.mark.soak
 def test_over_devices_what_is_stacked_stays_where_it_is(h200_compile, h200_mesh):
     """FSDP: parameters and moments by rows, sequences by devices."""
     mesh = h200_mesh(8)

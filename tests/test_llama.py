@@ -16,6 +16,8 @@ from coat_jax import training
 from coat_jax.models import llama
 from tests.helpers import assert_reordered, assert_same_bits
 
+pytestmark = pytest.mark.once
+
 MICRO = llama.PRESETS["micro"]
 # Published counts, or (micro to 125m) the sum of the shapes written out.
 COUNTS = {

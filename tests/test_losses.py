@@ -12,6 +12,8 @@ from coat_jax import losses
 from coat_jax.losses import chunked_cross_entropy
 from tests.helpers import assert_reordered, assert_same_bits
 
+pytestmark = pytest.mark.once
+
 T, H, V = 13, 16, 37
 
 

@@ -12,6 +12,8 @@ import coat_jax
 from coat_jax.memory import memory_report
 from coat_jax.models import llama
 
+pytestmark = pytest.mark.once
+
 GIB = 1024**3
 SMALL = {
     "w": jax.ShapeDtypeStruct((64, 200), jnp.float32),

@@ -21,6 +21,8 @@ from coat_jax.moments import (
 )
 from tests import helpers
 
+pytestmark = pytest.mark.once
+
 LARGE, SMALL = (32, 130), (8, 16)
 each_kind = pytest.mark.parametrize("kind", ["m", "v"])
 

@@ -18,6 +18,8 @@ from coat_jax.policy import BF16, DEFAULT
 from coat_jax.tensor_train import size, to_dense
 from tests.helpers import assert_reordered, assert_same_bits, assert_sqnr
 
+pytestmark = pytest.mark.once
+
 named = lambda name, table: pytest.mark.parametrize(name, table.values(), ids=table)
 # Compiling is most of a test's time, and speed is not what is tested.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})

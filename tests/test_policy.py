@@ -26,6 +26,8 @@ from coat_jax.policy import (
 from tests.activation_oracle import draw
 from tests.helpers import assert_same_bits
 
+pytestmark = pytest.mark.once
+
 X = jnp.asarray(draw(0, (4, 32)))
 W = jnp.asarray(draw(1, (32, 16)))
 

@@ -22,7 +22,7 @@ from coat_jax.formats import cast
 from coat_jax.fp8_state import fp8_state
 from tests.helpers import assert_reordered, assert_same_bits, assert_within_format
 
-pytestmark = pytest.mark.usefixtures("optax_promotion")
+pytestmark = [pytest.mark.usefixtures("optax_promotion"), pytest.mark.once]
 
 FP8 = coat_jax.Storage(min_size=0)
 RATE = 1e-3

@@ -28,7 +28,7 @@ from coat_jax.rank_control import (
 from coat_jax.tensor_train import TAU, size
 from tests.helpers import assert_reordered, assert_same_bits
 
-pytestmark = pytest.mark.usefixtures("optax_promotion")
+pytestmark = [pytest.mark.usefixtures("optax_promotion"), pytest.mark.once]
 # The paper's FFN1 and word embedding at rank 30, and their parameters.
 FFN1 = tt_shape(768, 3072, rank=30, in_dims=(12, 8, 8), out_dims=(12, 16, 16))
 WORDS = ttm_shape(30522, 768, rank=32, row_dims=(16, 20, 10, 10), col_dims=(4, 4, 8, 6))

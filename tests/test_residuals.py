@@ -11,6 +11,8 @@ from coat_jax.policy import Kept
 from tests.activation_oracle import draw, stored
 from tests.helpers import assert_reordered, assert_same_bits
 
+pytestmark = pytest.mark.once
+
 KEPT = {
     "128": Kept(),
     "16": Kept(group=16),

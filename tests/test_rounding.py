@@ -14,6 +14,8 @@ import pytest
 from coat_jax import rounding
 from tests import helpers
 
+pytestmark = pytest.mark.once
+
 N = 1 << 18
 SIGMAS = 5
 

@@ -12,6 +12,8 @@ from coat_jax.formats import E4M3, E5M2, cast
 from coat_jax.moments import Storage, decode_moments, encode_moments
 from tests.helpers import assert_reordered, assert_same_bits
 
+pytestmark = pytest.mark.once
+
 FORMATS = pytest.mark.parametrize("format", [E4M3, E5M2], ids=lambda f: f.name)
 
 

@@ -115,6 +115,7 @@ def final_losses(tx):
     return np.asarray(jax.jit(jax.vmap(run))(jnp.arange(SEEDS)), np.float64)
 
 
+@pytest.mark.soak
 def test_an_mlp_at_b2_0999_ends_within_the_seed_spread_of_adamw():
     """Final losses over 8 seeds, learning rate 3e-3 (CPU, 30 November 2026):
 

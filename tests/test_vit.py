@@ -14,6 +14,8 @@ from coat_jax import policy as policies
 from coat_jax.models import vit
 from tests.helpers import assert_reordered, assert_sqnr
 
+pytestmark = pytest.mark.once
+
 MICRO = vit.PRESETS["micro"]
 # Compiling takes most of the time here, and no speed is wanted of what is compiled.
 quick_jit = functools.partial(

@@ -298,12 +298,15 @@ def init_params(config: EncoderConfig, key, *, layers: Layers | None = None):
 def make_apply(config: EncoderConfig, *, layers: Layers | None = None):
     """The model as a function: apply(params, tokens, key=None) -> logits.
 
+    Trains are merged first, those of one shape together.
+
     Parameters may be of other ranks than the model was made with: see
     `coat_jax.truncation`.
     """
     build = lambda: Encoder(config, layers, rngs=nnx.Rngs(0))
     graph, _ = nnx.split(nnx.eval_shape(build))
-    return lambda params, tokens, key=None: nnx.merge(graph, params)(tokens, key)
+    merged = lambda params: nn.merge(nnx.merge(graph, params))
+    return lambda params, tokens, key=None: merged(params)(tokens, key)
 
 
 def make_loss(config: EncoderConfig, *, layers: Layers | None = None):
