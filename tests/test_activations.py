@@ -15,6 +15,8 @@ from tests import activation_oracle as oracle
 from tests.activation_oracle import assert_computed, draw
 from tests.helpers import assert_same_bits, assert_sqnr
 
+pytestmark = pytest.mark.once
+
 POLICIES = {
     "default": DEFAULT,
     "paper": PAPER,

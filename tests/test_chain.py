@@ -236,6 +236,7 @@ def test_save_fp8_keeps_the_codes():
     assert not [a for a in found if a.dtype == jnp.bfloat16 and a.size >= T * F]
 
 
+@pytest.mark.soak
 @pytest.mark.once
 def test_vmap_is_a_loop():
     x, p = arguments(lead=(3, T))

@@ -13,6 +13,8 @@ from benchmarks.launches import Launches
 from coat_jax.models import encoder
 from coat_jax.policy import BF16
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(autouse=True)
 def results_folder(tmp_path, monkeypatch):

@@ -61,6 +61,7 @@ def test_windows_are_consecutive_and_whole():
     np.testing.assert_array_equal(got, ids[:64].reshape(4, 16))
 
 
+@pytest.mark.soak
 def test_both_stages_learn_the_cycle_and_are_recorded_once(text, tmp_path, capsys):
     stages = ("--epochs=2", "--late_epochs=1", "--lr=1e-2", "--core_lr=1e-2")
     # Diagonals of 1 reach the threshold in 20 steps, where the size outweighs the loss.
@@ -99,7 +100,6 @@ def _size(ranks):
     return total
 
 
-@pytest.mark.soak
 def test_the_dense_arm_steps(text, tmp_path):
     """One update of the same model with matrices."""
     more = ("--arm=dense", "--epochs=1", "--epoch_steps=1")

@@ -10,6 +10,8 @@ from coat_jax import nn
 from coat_jax.policy import BF16, DEFAULT, PAPER
 from tests.helpers import assert_same_bits, assert_sqnr
 
+pytestmark = pytest.mark.once
+
 
 class Own(nnx.Linear):
     """A user's layer, derived from Flax's."""

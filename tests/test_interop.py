@@ -12,7 +12,7 @@ from coat_jax.optimizer import ScaleByFp8AdamState, fp8_adamw
 from tests import optax_cases
 from tests.helpers import assert_same_bits, assert_sqnr, assert_within_format
 
-pytestmark = pytest.mark.usefixtures("optax_promotion")
+pytestmark = [pytest.mark.usefixtures("optax_promotion"), pytest.mark.once]
 
 SMALL = Storage(min_size=1024)
 LR = 1e-2

@@ -235,6 +235,7 @@ def _gradients(kernels, run, *args):
         return y, pull(jax.tree.map(lambda a: jnp.ones_like(a) / 8, y))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("with_input", [False, True])
 @pytest.mark.parametrize("kept", [Kept(group=16), Kept(format=None)], ids=str)
 def test_layers_use_it(kept, with_input):

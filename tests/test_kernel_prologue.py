@@ -23,6 +23,8 @@ from tests.activation_oracle import draw
 from tests.collectives import collectives
 from tests.helpers import assert_same_bits, assert_same_codes, assert_within_format
 
+pytestmark = pytest.mark.once
+
 FUNCTIONS = {name: activations.product_of(name) for name in activations.FUNCTIONS}
 FUNCTIONS |= {name: norms.function_of(name, 1e-6) for name in ("rms", "layer")}
 BY_KERNEL = [name for name in FUNCTIONS if name != "gelu"]

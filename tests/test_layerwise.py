@@ -164,6 +164,7 @@ def llama_parts(policy="default", **changes):
     return config, layers, params, windows
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("policy", "changes"),
     [

@@ -29,7 +29,7 @@ LAYERS = {
 }
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 named = lambda name, table: pytest.mark.parametrize(name, table.values(), ids=table)
-pytestmark = pytest.mark.usefixtures("optax_promotion")
+pytestmark = [pytest.mark.usefixtures("optax_promotion"), pytest.mark.once]
 
 
 def draw(seed, *shape, dtype=jnp.float32):

@@ -105,6 +105,7 @@ def run(tmp_path_factory):
     return moment_error.main(config), folder
 
 
+@pytest.mark.soak
 def test_a_real_run_gives_the_papers_pattern(run):
     """Model: expansion lowers the error in all 16 comparisons, as in the paper.
 
@@ -128,6 +129,7 @@ def test_lost_second_moments_are_counted():
     assert share == 16 / v.size
 
 
+@pytest.mark.soak
 def test_a_run_records_a_line_a_step_and_keeps_the_moments(run):
     results, folder = run
     lines = (folder / "results.jsonl").read_text().splitlines()

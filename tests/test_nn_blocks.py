@@ -16,6 +16,8 @@ from coat_jax.policy import BF16, DEFAULT, PAPER, Kept, Policy
 from coat_jax.rope import rope
 from tests.helpers import assert_reordered, assert_same_bits, assert_sqnr
 
+pytestmark = pytest.mark.once
+
 FP8_ATTENTION = Policy(attention=Kept())
 named = lambda name, table: pytest.mark.parametrize(name, table.values(), ids=table)
 

@@ -13,6 +13,8 @@ from coat_jax.formats import E4M3, E5M2, cast
 from coat_jax.optimizer import fp8_adamw
 from coat_jax.quantize import Quantized, dequantize, quantize
 
+pytestmark = pytest.mark.once
+
 LAYERS = 8
 ROWS, WIDTH = 16384, 1024
 H = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16)

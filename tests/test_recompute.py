@@ -16,6 +16,8 @@ from coat_jax.residuals import save_fp8
 from tests.activation_oracle import assert_computed, draw
 from tests.helpers import assert_same_bits
 
+pytestmark = pytest.mark.once
+
 T, H = 6, 32
 FULL = dataclasses.replace(DEFAULT, kept=Kept(group=16), attention=Kept(group=8))
 _ATTENTION = dataclasses.replace(PAPER, attention=Kept(group=8, in_forward=True))

@@ -13,6 +13,8 @@ from coat_jax.checkpoint import Checkpointer, CheckpointError, export_npz, impor
 from tests.helpers import assert_same_bits
 from tests.test_checkpoint import SMALL, edit_meta, restore, saved, storage
 
+pytestmark = pytest.mark.once
+
 
 @pytest.mark.parametrize("extra", [{"a": np.ones(2)}, {"a": {1}}, {(1, 2): 3}, [1]])
 def test_extra_must_be_a_dict_of_json(extra):

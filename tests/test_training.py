@@ -11,6 +11,8 @@ import coat_jax
 from coat_jax import training
 from tests.helpers import assert_same_bits
 
+pytestmark = pytest.mark.once
+
 BATCH = np.random.default_rng(0).standard_normal((4, 128)).astype(np.float32)
 # No small leaves: the 128 x 64 matrix is kept in FP8.
 STORAGE = coat_jax.Storage(min_size=64)
