@@ -113,6 +113,9 @@ def lookup(
       TypeError: if ids are not whole numbers.
       ValueError: if num_embeddings exceeds the table's rows, or max_unique < 1.
 
+    Source: CoMERA (arXiv 2405.14377), whose program shares halves of ids likewise; its
+    rows are shared under a bound here, since shapes are static.
+
     Example:
       >>> import jax
       >>> from jax import numpy as jnp

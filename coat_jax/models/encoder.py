@@ -242,7 +242,7 @@ class Encoder(nnx.Module):
         H, types = config.hidden, _types(config)
         normal = {"embedding_init": nnx.initializers.normal(_STD), "rngs": rngs}
         # A row's gradient is a sum over many tokens: read, and so summed, in float32.
-        # XLA's scatter adds bfloat16 many times slower where tokens share a row.
+        # XLA's scatter adds bfloat16 by compare-and-swap, where tokens share a row.
         rows = normal | types | {"dtype": jnp.float32}
         self.embed = layers.embed(config.vocab, H, **rows)
         self.position = nnx.Embed(config.positions, H, **rows)
