@@ -1,6 +1,8 @@
 """The optimizer of the trains' diagonals: Adam under which ranks die and stay dead."""
 
+import collections
 from collections.abc import Mapping, Sequence
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +26,9 @@ from coat_jax.train_tree import trains_of as trains_of
 # Of a bond whose entries would all die, the largest is kept at this multiple of tau, so
 # far above it that rounding parameter + update does not put it below.
 _FLOOR = 1.25
+# Diagonals in one array. With more, the operands and results of a step's kernels pass
+# the 96 that XLA allows a fusion, and it makes a kernel of each result.
+_ROWS = 12
 
 
 class RankControlState(NamedTuple):
@@ -112,42 +117,79 @@ def rank_control(
                 "tx.update(grads, state, params)"
             )
         rate = _at(learning_rate, state.count)
-        adam = lambda m, v: _adam_step(m, v, state.count + 1, b1, b2, eps)
-        mu, nu = _moments(updates, state, b1, b2)
+        adam = functools.partial(_adam, count=state.count + 1, b1=b1, b2=b2, eps=eps)
         pulls = {}
         if threshold is not None:
             scale = rate * _at(threshold, state.count) * pressure
             pulls = _pulls(params, modes, tau, scale)
 
-        def step(key_path, p, m, v, g):
-            place = place_of(names_of(key_path))
-            new = p.astype(jnp.float32) - rate * adam(m, v)
-            if place is None or place.part != "diagonals":
-                return (new - p.astype(jnp.float32)).astype(g.dtype), m, v
-            if pulls:
-                pull = pulls[train_name(place.train)][place.index]
-                new = jnp.maximum(new - pull, 0.0)
+        def plain(p, m, v, g):
+            step, m, v = adam(m, v, g)
+            new = p.astype(jnp.float32) - rate * step
+            return (new - p.astype(jnp.float32)).astype(g.dtype), m, v
+
+        def bonds(pull, p, m, v, g):
+            step, m, v = adam(m, v, g)
+            new = p.astype(jnp.float32) - rate * step
+            if pull is not None:
+                new = jnp.maximum(new - pull[:, None], 0.0)
             new = _kept_alive(p, new, tau, revive)
             gone = (new <= tau) & (not revive)
             m, v = (jnp.where(gone, 0.0, moment) for moment in (m, v))
             return (new - p).astype(g.dtype), m, v
 
-        parts = jax.tree_util.tree_map_with_path(step, params, mu, nu, updates)
-        out, mu, nu = _columns(params, parts)
+        out, mu, nu = _apart(plain, bonds, pulls, params, state.mu, state.nu, updates)
         return out, RankControlState(optax.safe_increment(state.count), mu, nu)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _apart(plain, bonds, pulls, params, *trees):
+    """Three trees: `plain` of each leaf, `bonds` of all diagonals of one length.
+
+    Those are rows of one array: a leaf of its own each, a GPU would start a dozen
+    kernels for some thirty numbers, hundreds of times in a model.
+    """
+    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+    rows = list(zip(*map(treedef.flatten_up_to, (params, *trees)), strict=True))
+    found: dict[int, tuple] = {}
+    alike = collections.defaultdict(list)
+    for at, (path, leaf) in enumerate(flat):
+        place = place_of(names_of(path))
+        if place is None or place.part != "diagonals":
+            found[at] = plain(*rows[at])
+            continue
+        kinds = tuple(jnp.result_type(part) for part in rows[at])
+        alike[jnp.shape(leaf), kinds].append((at, place))
+    batches = [
+        all_[at : at + _ROWS]
+        for all_ in alike.values()
+        for at in range(0, len(all_), _ROWS)
+    ]
+    for members in batches:
+        pull = None
+        if pulls:
+            each = [pulls[train_name(place.train)][place.index] for _, place in members]
+            pull = jnp.stack(each)
+        parts = zip(*(rows[at] for at, _ in members), strict=True)
+        results = bonds(pull, *map(jnp.stack, parts))
+        for row, (at, _) in enumerate(members):
+            found[at] = tuple(part[row] for part in results)
+    columns = zip(*(found[at] for at in range(len(flat))), strict=True)
+    out = [treedef.unflatten(column) for column in columns]
+    return out or [params] * 3  # no leaves: nothing to update
+
+
 def _kept_alive(old, new, tau, revive):
-    """The new diagonal: the dead as they were, and of the living one at least."""
+    """New diagonals, (bonds, r): the dead as they were, and of the living one at least."""
     alive = old > tau
     if not revive:
         new = jnp.where(alive, new, old)
     candidates = jnp.where(alive, new, -jnp.inf)
-    largest = jnp.arange(new.size) == jnp.argmax(candidates)
-    rescue = alive.any() & ~(new > tau).any() & largest
-    return jnp.where(rescue, jnp.maximum(new, _FLOOR * tau), new)
+    best = jnp.argmax(candidates, axis=-1, keepdims=True)
+    largest = jnp.arange(new.shape[-1])[None] == best
+    lost = alive.any(-1, keepdims=True) & ~(new > tau).any(-1, keepdims=True)
+    return jnp.where(lost & largest, jnp.maximum(new, _FLOOR * tau), new)
 
 
 def _pulls(params, given, tau, scale):
@@ -184,35 +226,17 @@ def _slopes(name, bonds, sizes):
 # Adam --------------------------------------------------------------------------------
 
 
-def _moments(updates, state, b1, b2):
-    """Both moments after this gradient, in float32."""
-    mu = jax.tree.map(lambda g, m: b1 * m + (1 - b1) * _wide(g), updates, state.mu)
-    nu = jax.tree.map(lambda g, v: b2 * v + (1 - b2) * _wide(g) ** 2, updates, state.nu)
-    return mu, nu
-
-
-def _adam_step(m, v, count, b1, b2, eps):
-    """m / (sqrt(v) + eps), both without their bias to zero."""
-    steps = count.astype(jnp.float32)
+def _adam(m, v, g, *, count, b1, b2, eps):
+    """m / (sqrt(v) + eps), both without their bias to zero; and m, v after g."""
+    g, steps = jnp.asarray(g).astype(jnp.float32), count.astype(jnp.float32)
+    m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
     right = lambda x, b: x / (1 - jnp.asarray(b, jnp.float32) ** steps)
-    return right(m, b1) / (jnp.sqrt(right(v, b2)) + eps)
-
-
-def _wide(g):
-    return jnp.asarray(g).astype(jnp.float32)
+    return right(m, b1) / (jnp.sqrt(right(v, b2)) + eps), m, v
 
 
 def _at(value, count):
     """A scalar, or a schedule's at this step; float32, as the diagonals are."""
     return jnp.asarray(value(count) if callable(value) else value, jnp.float32)
-
-
-def _columns(like, parts):
-    """A tree of triples as three trees."""
-    treedef = jax.tree.structure(like)
-    columns = zip(*treedef.flatten_up_to(parts), strict=True)
-    found = [treedef.unflatten(column) for column in columns]
-    return found or [like] * 3  # no leaves: nothing to update
 
 
 def _check(**numbers):

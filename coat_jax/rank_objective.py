@@ -1,11 +1,13 @@
 """How large the tensor trains are, and the objective that trades it for the loss."""
 
+import collections
 import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
 from jax import numpy as jnp
+import numpy as np
 
 from coat_jax.tensor_train import TAU, gate
 from coat_jax.train_tree import core_modes, trains_of
@@ -31,8 +33,8 @@ def size_exact(params: Any, *, tau: float = TAU) -> jax.Array:
       >>> int(size_exact(params))
       8
     """
-    sizes = [_exact(train, tau) for train in trains_of(params).values()]
-    return functools.reduce(jnp.add, sizes, jnp.int32(0))
+    count = lambda vs: jnp.sum(vs > tau, axis=-1, dtype=jnp.int32)
+    return _summed(params, count, jnp.int32, whole=True)
 
 
 def size_relaxed(params: Any, *, tau: float = TAU) -> jax.Array:
@@ -43,8 +45,8 @@ def size_relaxed(params: Any, *, tau: float = TAU) -> jax.Array:
     Equal to `size_exact` where all diagonals are ones, as at the start. Its gradient is
     n_k |v_{k-1}| + n_{k+1} |v_{k+1}| for every entry of bond k that is above tau.
     """
-    sizes = [_relaxed(train, tau) for train in trains_of(params).values()]
-    return functools.reduce(jnp.add, sizes, jnp.float32(0))
+    total = lambda vs: gate(vs, tau=tau).sum(axis=-1, dtype=jnp.float32)
+    return _summed(params, total, jnp.float32, whole=False)
 
 
 def mean_diagonal(params: Any, *, tau: float = TAU) -> jax.Array:
@@ -52,7 +54,7 @@ def mean_diagonal(params: Any, *, tau: float = TAU) -> jax.Array:
 
     It is what the released code of CoMERA has in place of the size.
     """
-    vs = [v for train in trains_of(params).values() for v in train.diagonals]
+    vs = _stacks(v for train in trains_of(params).values() for v in train.diagonals)
     total = functools.reduce(jnp.add, [gate(v, tau=tau).sum() for v in vs], 0.0)
     count = functools.reduce(jnp.add, [(v > tau).sum() for v in vs], 0)
     return total / jnp.maximum(jnp.asarray(count, jnp.float32), 1.0)
@@ -60,29 +62,45 @@ def mean_diagonal(params: Any, *, tau: float = TAU) -> jax.Array:
 
 def core_norm(params: Any) -> jax.Array:
     """The sum of squares of all cores' entries, a float32 scalar."""
-    cores = [core for train in trains_of(params).values() for core in train.cores]
+    cores = _stacks(
+        core for train in trains_of(params).values() for core in train.cores
+    )
     squares = [jnp.sum(core.astype(jnp.float32) ** 2) for core in cores]
     return functools.reduce(jnp.add, squares, jnp.float32(0))
 
 
-def _exact(train, tau):
-    counts = [jnp.sum(v > tau, dtype=jnp.int32) for v in train.diagonals]
-    whole = jnp.all(jnp.stack(counts) > 0)
-    return jnp.where(whole, _chain(train, [jnp.int32(1), *counts, jnp.int32(1)]), 0)
+def _stacks(arrays):
+    """Arrays of one shape as one: on a GPU each alone would be a launch or two."""
+    alike = collections.defaultdict(list)
+    for array in arrays:
+        alike[jnp.shape(array), array.dtype].append(array)
+    return [jnp.stack(members) for members in alike.values()]
 
 
-def _relaxed(train, tau):
-    one = jnp.float32(1)
-    sums = [gate(v, tau=tau).sum(dtype=jnp.float32) for v in train.diagonals]
-    return _chain(train, [one, *sums, one])
+def _summed(params, of_bonds, dtype, *, whole: bool):
+    """Sizes of all trains, from numbers that stand for the ranks of bonds (trains, r).
 
-
-def _chain(train, ranks):
-    """The sum over the cores of mode size times the two ranks beside it."""
-    terms = zip(core_modes(train), ranks[:-1], ranks[1:], strict=True)
-    return functools.reduce(
-        jnp.add, [jnp.asarray(n, left.dtype) * left * right for n, left, right in terms]
-    )
+    With `whole` a train with a bond whose number is 0 counts 0.
+    """
+    alike = collections.defaultdict(list)
+    for train in trains_of(params).values():
+        kinds = tuple((v.shape, v.dtype) for v in train.diagonals)
+        alike[kinds].append(train)
+    total = jnp.zeros([], dtype)
+    for trains in alike.values():
+        bonds = zip(*(train.diagonals for train in trains), strict=True)
+        numbers = [of_bonds(jnp.stack(vs)) for vs in bonds]
+        n = np.array([core_modes(train) for train in trains]).T
+        ends = [jnp.ones(len(trains), dtype)]
+        ranks = [*ends, *numbers, *ends]
+        terms = zip(n, ranks[:-1], ranks[1:], strict=True)
+        sizes = [jnp.asarray(n, dtype) * left * right for n, left, right in terms]
+        size = functools.reduce(jnp.add, sizes)
+        if whole:
+            every = functools.reduce(jnp.logical_and, [n > 0 for n in numbers])
+            size = jnp.where(every, size, jnp.zeros_like(size))
+        total = total + size.sum(dtype=dtype)
+    return total
 
 
 # Objective ---------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def optimizer_of(config, steps: int) -> optax.GradientTransformation:
 
 def objective_of(config) -> rank_control.Objective:
     """What a tensor train minimises."""
-    how = {"gamma": config.gamma, "beta": config.beta}
+    how = {"gamma": config.gamma, "beta": config.beta, "delay": config.delay}
     return rank_control.Objective(kind=config.objective, **how)
 
 
@@ -138,7 +138,8 @@ def build(config, verses: verse_pairs.Verses, data: Data) -> Arm:
     def start(key):
         params = encoder.init_params(model, key, layers=layers)
         tree = objective_of(config).init(params) if is_tensor_train(config) else None
-        key = jax.random.fold_in(key, 1)
+        # The generator of the device: threefry's bits for dropout take as long as blocks.
+        key = jax.random.key(jax.random.bits(jax.random.fold_in(key, 1)), impl="rbg")
         with jax.numpy_dtype_promotion("standard"):
             return State(jnp.int32(0), params, tx.init(params), tree, key)
 
