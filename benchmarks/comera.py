@@ -182,11 +182,11 @@ def arguments(what: Linear, calls: int):
 
 
 class Bench:
-    """A run over all linear maps: programs compiled at once, timed one by one."""
+    """A run over all linear maps: a shape's compiled at once, timed one by one."""
 
-    def __init__(self, size: str, *, compile_only: bool, repeats: int, threads: int):
-        self.size, self.repeats, self.threads = size, repeats, threads
-        self.compile_only = compile_only
+    def __init__(self, given: argparse.Namespace):
+        self.size, self.repeats, self.threads = given.size, given.repeats, given.threads
+        self.compile_only, self.passes = given.compile_only, given.passes
         self.seconds: dict[tuple[str, str, str], float] = {}
         self.failed = 0
 
@@ -199,8 +199,14 @@ class Bench:
         return jax.jit(program(what, passes)).lower(*shapes).compile
 
     def run(self) -> None:
-        """Compiles, times and records everything."""
-        pairs = [(what, passes) for what in linears(self.size) for passes in PASSES]
+        """Compiles, times and records everything, a shape after the other."""
+        shapes, *_ = SIZES[self.size]
+        for shape in shapes:
+            maps = [m for m in linears(self.size) if (m.inputs, m.outputs) == shape]
+            self.run_all([(what, passes) for what in maps for passes in self.passes])
+
+    def run_all(self, pairs: list[tuple[Linear, str]]) -> None:
+        """Compiles maps with their passes at once, then times one by one."""
         jobs, began = [], time.monotonic()
         # Its end waits for all: choosing kernels keeps the device busy.
         with concurrent.futures.ThreadPoolExecutor(self.threads) as pool:
@@ -254,7 +260,7 @@ class Bench:
         lines = ["us a call (gain over dense bf16; % of the time's bound)"]
         cells: dict[tuple[str, str], list[str]] = {}
         for what in linears(self.size):
-            for passes in PASSES:
+            for passes in self.passes:
                 took = self.seconds.get((what.case, what.name, passes))
                 base = self.seconds.get((what.case, "dense bf16", passes))
                 text = f"{what.name} "
@@ -276,6 +282,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--compile-only", action="store_true", help="no GPU needed")
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--passes", choices=PASSES, nargs="+", default=[*PASSES])
     parser.add_argument("--threads", type=int, default=6, help="that compile")
     comera_step.add_arguments(parser)
     given = parser.parse_args()
@@ -284,12 +291,7 @@ def main() -> None:
     if given.only != "linear":
         failed += comera_step.run(given)
     if given.only != "step":
-        bench = Bench(
-            given.size,
-            compile_only=given.compile_only,
-            repeats=given.repeats,
-            threads=given.threads,
-        )
+        bench = Bench(given)
         try:
             bench.run()
         finally:

@@ -13,7 +13,9 @@ float32 parameters, no dropout, the state donated.
 
     time       of a step, several in one `lax.scan`: a median
     one call   of a step that is a program of its own: the host's work counts, which
-               grows with the number of arrays
+               grows with the number of arrays. "kept" is one whose state is not
+               donated: XLA copies most of hundreds of small arrays that it is to
+               overwrite
     refresh    of GaLore's step that decomposes all gradients, every 200th
     state      parameters and the optimizer's state, as arguments of the program
     memory     of the one-step program: state, batch, temporaries, results
@@ -43,7 +45,7 @@ from coat_jax.policy import BF16, DEFAULT
 RATE = 1e-4
 GALORE_RANK, GALORE_GAP = 128, 200
 KINDS = ("dense", "GaLore", "TT", "TT FP8")
-FORMS = ("one call", "plain", "scan")
+FORMS = ("one call", "kept", "plain", "scan")
 # Preset, tokens, rank, steps of a scan.
 SIZES: dict[str, tuple] = {"full": ("mnli", 128, 30, 10), "micro": ("micro", 16, 4, 2)}
 
@@ -155,7 +157,10 @@ def _matrices(tree):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A step at one batch in one form: "one call", "plain" (no graphs) or "scan"."""
+    """A step at one batch in one form.
+
+    Forms: "one call", "kept" (nothing donated), "plain" (no graphs) or "scan".
+    """
 
     step: Step
     sentences: int
@@ -171,6 +176,11 @@ class Case:
         """Of one program."""
         return SIZES[self.step.size][3] if self.form == "scan" else 1
 
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """Positions of donated arguments."""
+        return () if self.form == "kept" else (0,)
+
     def inputs(self, key):
         """A state and a batch, or a batch a step."""
         make = functools.partial(self.step.batch, sentences=self.sentences)
@@ -185,10 +195,10 @@ class Case:
         shapes = jax.eval_shape(self.inputs, jax.random.key(0))
         if compile_only:
             make = lambda options: h200.compile_for(
-                run, *shapes, options=options, donate=(0,)
+                run, *shapes, options=options, donate=self.donated
             )
         else:
-            lowered = jax.jit(run, donate_argnums=0).lower(*shapes)
+            lowered = jax.jit(run, donate_argnums=self.donated).lower(*shapes)
             make = lambda options: lowered.compile(compiler_options=options)
         if not compile_only and jax.default_backend() != "gpu":
             return lambda: (make({}), launches.NONE)
@@ -212,7 +222,7 @@ class Bench:
             for sentences in given.batch
             for form in given.forms
             # Launches matter most where there is least to do.
-            if form != "plain" or sentences == min(given.batch)
+            if form in ("one call", "scan") or sentences == min(given.batch)
         ]
 
     def run(self) -> None:
@@ -241,13 +251,15 @@ class Bench:
         """Records one case's figures."""
         put = functools.partial(self.record, case)
         if found.kernels and case.form != "scan":
-            plain = case.form == "plain"
-            put("launches, plain" if plain else "launches", found.launches, "")
-            put("kernels", found.kernels, "")
-        if case.form == "one call":
+            form = "" if case.form == "one call" else f", {case.form}"
+            put(f"launches{form}", found.launches, "")
+            put(f"kernels{form}", found.kernels, "")
+        if case.form in ("one call", "kept"):
             sizes = harness.memory_of(program)
-            put("state", sizes["arguments"] / 2**20, "MiB")
-            put("memory", sizes["total"] / 2**20, "MiB")
+            if case.form == "one call":
+                put("state", sizes["arguments"] / 2**20, "MiB")
+            metric = "memory" if case.form == "one call" else "memory, kept"
+            put(metric, sizes["total"] / 2**20, "MiB")
         if self.given.compile_only:
             return
         args = jax.jit(case.inputs)(jax.random.key(0))
@@ -255,8 +267,14 @@ class Bench:
             put("refresh", 1e3 * _once(program, args), "ms")
             args = jax.jit(case.inputs)(jax.random.key(0))
         repeats = self.given.repeats
-        took = harness.time(program, *args, donate=(0,), repeats=repeats) / case.steps
-        metric = {"scan": "time", "plain": "one call, plain"}.get(case.form, case.form)
+        took = (
+            harness.time(program, *args, donate=case.donated, repeats=repeats)
+            / case.steps
+        )
+        metric = (
+            f"one call, {case.form}" if case.form in ("kept", "plain") else case.form
+        )
+        metric = "time" if case.form == "scan" else metric
         put(metric, 1e3 * took, "ms")
         if (peak := harness.device_peak()) is not None and peak > self.peak:
             self.peak = peak
