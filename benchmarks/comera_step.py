@@ -41,6 +41,7 @@ from coat_jax import rank_control
 from coat_jax.models import encoder
 from coat_jax.optimizer import fp8_adamw
 from coat_jax.policy import BF16, DEFAULT
+from coat_jax.train_stacks import TrainStacks
 
 RATE = 1e-4
 GALORE_RANK, GALORE_GAP = 128, 200
@@ -105,10 +106,20 @@ class Step:
         }
         return optax.partition(parts, rank_control.labels)
 
+    def init(self, key):
+        """The model's parameters."""
+        return encoder.init_params(self.config, key, layers=self.made_of)
+
+    @functools.cached_property
+    def stacks(self) -> TrainStacks:
+        """Of the trains: the state has those of one shape as one."""
+        return TrainStacks(jax.eval_shape(self.init, jax.random.key(0)))
+
     def draw(self, key) -> State:
         """A state before the first step."""
-        params = encoder.init_params(self.config, key, layers=self.made_of)
+        params = self.init(key)
         objective = rank_control.Objective().init(params) if self.trains else None
+        params = self.stacks.stack(params) if self.trains else params
         return State(params, self.tx.init(params), objective)
 
     def batch(self, key, sentences: int):
@@ -126,6 +137,7 @@ class Step:
         of_model = encoder.make_loss(self.config, layers=self.made_of)
 
         def loss(params):
+            params = self.stacks.unstack(params) if self.trains else params
             found = of_model(params, batch)
             if not self.trains:
                 return found, (found, None)

@@ -181,13 +181,13 @@ def _apart(plain, bonds, pulls, params, *trees):
 
 
 def _kept_alive(old, new, tau, revive):
-    """New diagonals, (bonds, r): the dead as they were, and of the living one at least."""
+    """New diagonals, (..., r): the dead as they were, one of the living at least."""
     alive = old > tau
     if not revive:
         new = jnp.where(alive, new, old)
     candidates = jnp.where(alive, new, -jnp.inf)
     best = jnp.argmax(candidates, axis=-1, keepdims=True)
-    largest = jnp.arange(new.shape[-1])[None] == best
+    largest = jax.lax.broadcasted_iota(best.dtype, new.shape, new.ndim - 1) == best
     lost = alive.any(-1, keepdims=True) & ~(new > tau).any(-1, keepdims=True)
     return jnp.where(lost & largest, jnp.maximum(new, _FLOOR * tau), new)
 

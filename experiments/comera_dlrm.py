@@ -22,7 +22,8 @@ An arm is a kind of tables and an optimizer:
   galore_optax  optax.contrib.galore, which projects the longer side; large tables have
                 Adam's moments, as it would need their whole SVD
   hashed        crosses hashed into 1/64 of the rows, optax.adamw
-  tt            large tables and wide linear maps as tensor trains of fixed ranks
+  tt            large tables as tensor trains of fixed ranks; with --linear_rank wide
+                linear maps too
   tt_early      ranks adapt to the loss and the size, weighed
   tt_late       tt_early for the first half of the steps, then trained towards a size
 
@@ -72,14 +73,14 @@ class Config:
         "random", "held-out rows: drawn, or the latest"
     )
     seeds: int = option(3, "runs an arm: seeds 0, 1, ...")
-    rates: str = option("0.25,0.5,1,2", "of the learning rates: what seed 0 tries")
+    rates: str = option("1,2,4,8", "of the learning rates: what seed 0 tries")
     size: Literal["micro", "small", "full"] = option("full", "of the model")
     width: int | None = option(None, "of an embedding, else the size's own")
     rows: int = option(1 << 20, "of each cross's table")
     least: int = option(2, "training rows that a cross must have for a row of its own")
     rank: int = option(64, "of the tables' trains")
     order: int = option(2, "cores of a table's train")
-    linear_rank: int = option(32, "of wide linear maps' trains; 0 leaves them dense")
+    linear_rank: int = option(0, "of wide linear maps' trains; 0 leaves them dense")
     epochs: int = option(1, "passes over the training part")
     pieces: int = option(4, "of an epoch, after each of which all parts are judged")
     epoch_steps: int | None = option(None, "updates an epoch, fewer than all rows'")

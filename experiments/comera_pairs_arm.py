@@ -138,7 +138,7 @@ def build(config, verses: verse_pairs.Verses, data: Data) -> Arm:
     def start(key):
         params = encoder.init_params(model, key, layers=layers)
         tree = objective_of(config).init(params) if is_tensor_train(config) else None
-        # The generator of the device: threefry's bits for dropout take as long as blocks.
+        # The device's own generator: threefry's bits, for dropout, cost more.
         key = jax.random.key(jax.random.bits(jax.random.fold_in(key, 1)), impl="rbg")
         with jax.numpy_dtype_promotion("standard"):
             return State(jnp.int32(0), params, tx.init(params), tree, key)

@@ -266,6 +266,9 @@ def main():
     parser.add_argument("--only", default="", help="those whose names hold this")
     given = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if given.once:  # without CUDA graphs: compute-sanitizer is to see each launch
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer="
     if jax.default_backend() != "gpu":
         print(f"no GPU: JAX's backend is {jax.default_backend()!r}", file=sys.stderr)
         return 2

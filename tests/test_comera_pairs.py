@@ -222,6 +222,10 @@ def test_both_stages_are_recorded_tabled_drawn_and_not_run_again(
     assert {len(ranks) for ranks in bonds.values()} == {3, 5}
     assert (tmp_path / "i.png").stat().st_size > 1000
     assert "tt late" in capsys.readouterr().out
+    text = (tmp_path / "r.jsonl.epochs").read_text()  # each was there as it ended
+    at_once = [json.loads(line) for line in text.splitlines()]
+    assert [e["epoch"] for e in at_once] == [1, 2, 3]
+    assert at_once[2]["ranks"] == late["epochs"][0]["ranks"]
     monkeypatch.setattr(comera_pairs, "run", None)  # would fail if it were called
     assert run() == ExitCode.DONE
 
@@ -237,6 +241,17 @@ def test_the_other_arms_run(arguments, tmp_path, arm):
     assert row["stage"] == "whole"
     assert "accuracy_truncated" not in row
     assert row["config"]["policy"] == ("default" if arm == "dense_coat" else "bf16")
+
+
+def test_the_size_has_no_weight_before_the_delay():
+    objective = comera_pairs_arm.objective_of(comera_pairs.Config(arm="tt", delay=3))
+    params = {"cores": [jnp.ones((1, 4, 2)), jnp.ones((2, 4, 1))]}
+    params["diagonals"] = [jnp.ones(2)]
+    state, weights = objective.init(params), []
+    for _ in range(5):
+        _, (figures, state) = objective(jnp.float32(1), params, state)
+        weights.append(float(figures["c_size"]))
+    assert weights == [0, 0, 0, *[float(np.float32(0.1))] * 2]
 
 
 def test_the_late_stage_aims_at_a_smaller_size_and_about_the_loss():

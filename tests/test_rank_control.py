@@ -283,6 +283,23 @@ def test_one_rank_of_a_bond_is_kept_and_its_layer_lives():
     assert float(grads["diagonals"][0][1]) == 4.0
 
 
+def test_many_diagonals_step_as_each_would_alone():
+    """Of one length they are rows of one array; the last of 30 are fewer than a row."""
+    random = np.random.default_rng(0)
+    entries = lambda n: jnp.asarray(random.uniform(0, 0.05, n), jnp.float32)
+    vs = [entries(n) for n in (2, 3) * 15]
+    alone = lambda v: {"cores": [jnp.ones((1, 2, 1))], "diagonals": [v]}
+    params = {f"{k:02}": alone(v) for k, v in enumerate(vs)}
+    gradient = lambda p: jax.tree.map(lambda v: jnp.sin(100 * v), p)
+    got, state = drive(rank_control(4e-3), params, gradient, steps=4)
+    for name, one in params.items():
+        want, single = drive(rank_control(4e-3), {name: one}, gradient, steps=4)
+        assert_same_bits(got[name], want[name])
+        assert_same_bits(state.nu[name], single.nu[name])
+    dead = jnp.concatenate([one["diagonals"][0] <= TAU for one in got.values()])
+    assert 0 < int(dead.sum()) < dead.size
+
+
 def test_what_was_dead_before_is_not_rescued():
     params, _ = drive(rank_control(1.0), bond(0.001, 0.002), push)
     assert (
