@@ -274,10 +274,11 @@ class Bench:
             put(metric, sizes["total"] / 2**20, "MiB")
         if self.given.compile_only:
             return
-        args = jax.jit(case.inputs)(jax.random.key(0))
+        # Not jitted: to compile hundreds of draws takes longer than to make them.
+        args = case.inputs(jax.random.key(0))
         if case.step.kind == "GaLore" and case.form == "one call":
             put("refresh", 1e3 * _once(program, args), "ms")
-            args = jax.jit(case.inputs)(jax.random.key(0))
+            args = case.inputs(jax.random.key(0))
         repeats = self.given.repeats
         took = (
             harness.time(program, *args, donate=case.donated, repeats=repeats)
