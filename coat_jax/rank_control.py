@@ -17,7 +17,7 @@ from coat_jax.rank_objective import mean_diagonal as mean_diagonal
 from coat_jax.rank_objective import size_exact as size_exact
 from coat_jax.rank_objective import size_relaxed as size_relaxed
 from coat_jax.tensor_train import TAU, gate
-from coat_jax.train_tree import core_modes, names_of, place_of, train_name
+from coat_jax.train_tree import alike, core_modes, names_of, place_of, train_name
 from coat_jax.train_tree import labels as labels
 from coat_jax.train_tree import modes as modes
 from coat_jax.train_tree import ranks as ranks
@@ -153,17 +153,16 @@ def _apart(plain, bonds, pulls, params, *trees):
     flat, treedef = jax.tree_util.tree_flatten_with_path(params)
     rows = list(zip(*map(treedef.flatten_up_to, (params, *trees)), strict=True))
     found: dict[int, tuple] = {}
-    alike = collections.defaultdict(list)
-    for at, (path, leaf) in enumerate(flat):
+    groups = collections.defaultdict(list)
+    for at, (path, _) in enumerate(flat):
         place = place_of(names_of(path))
         if place is None or place.part != "diagonals":
             found[at] = plain(*rows[at])
             continue
-        kinds = tuple(jnp.result_type(part) for part in rows[at])
-        alike[jnp.shape(leaf), kinds].append((at, place))
+        groups[tuple(map(alike, rows[at]))].append((at, place))
     batches = [
         all_[at : at + _ROWS]
-        for all_ in alike.values()
+        for all_ in groups.values()
         for at in range(0, len(all_), _ROWS)
     ]
     for members in batches:
@@ -198,6 +197,11 @@ def _pulls(params, given, tau, scale):
     for key_path, leaf in jax.tree_util.tree_leaves_with_path(params):
         place = place_of(names_of(key_path))
         if place is not None and place.part == "diagonals":
+            if leaf.ndim != 1:
+                raise ValueError(
+                    "rank_control: a threshold needs diagonals of single trains, got "
+                    f"one of shape {leaf.shape}; unstack what TrainStacks stacked"
+                )
             bonds = sums.setdefault(train_name(place.train), {})
             bonds[place.index] = gate(leaf, tau=tau).sum()
     for path, train in trains_of(params).items():

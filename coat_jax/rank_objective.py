@@ -10,7 +10,7 @@ from jax import numpy as jnp
 import numpy as np
 
 from coat_jax.tensor_train import TAU, gate
-from coat_jax.train_tree import core_modes, trains_of
+from coat_jax.train_tree import alike, core_modes, trains_of
 
 _GAMMA: dict[str, float] = {"paper": 0.1, "code": 0.01, "decoupled": 0.0}
 _BETA: dict[str, float] = {"paper": 1e-4, "code": 0.0, "decoupled": 1e-4}
@@ -55,7 +55,9 @@ def mean_diagonal(params: Any, *, tau: float = TAU) -> jax.Array:
     It is what the released code of CoMERA has in place of the size.
     """
     vs = _stacks(v for train in trains_of(params).values() for v in train.diagonals)
-    total = functools.reduce(jnp.add, [gate(v, tau=tau).sum() for v in vs], 0.0)
+    total = functools.reduce(
+        jnp.add, [gate(v, tau=tau).sum(dtype=jnp.float32) for v in vs], 0.0
+    )
     count = functools.reduce(jnp.add, [(v > tau).sum() for v in vs], 0)
     return total / jnp.maximum(jnp.asarray(count, jnp.float32), 1.0)
 
@@ -71,10 +73,10 @@ def core_norm(params: Any) -> jax.Array:
 
 def _stacks(arrays):
     """Arrays of one shape as one: on a GPU each alone would be a launch or two."""
-    alike = collections.defaultdict(list)
+    rows = collections.defaultdict(list)
     for array in arrays:
-        alike[jnp.shape(array), array.dtype].append(array)
-    return [jnp.stack(members) for members in alike.values()]
+        rows[alike(array)].append(array)
+    return [jnp.stack(members) for members in rows.values()]
 
 
 def _summed(params, of_bonds, dtype, *, whole: bool):
@@ -82,12 +84,11 @@ def _summed(params, of_bonds, dtype, *, whole: bool):
 
     With `whole` a train with a bond whose number is 0 counts 0.
     """
-    alike = collections.defaultdict(list)
+    rows = collections.defaultdict(list)
     for train in trains_of(params).values():
-        kinds = tuple((v.shape, v.dtype) for v in train.diagonals)
-        alike[kinds].append(train)
+        rows[tuple(map(alike, train.diagonals))].append(train)
     total = jnp.zeros([], dtype)
-    for trains in alike.values():
+    for trains in rows.values():
         bonds = zip(*(train.diagonals for train in trains), strict=True)
         numbers = [of_bonds(jnp.stack(vs)) for vs in bonds]
         n = np.array([core_modes(train) for train in trains]).T
@@ -216,6 +217,15 @@ class Objective:
                     f"Objective: {name} must be a finite number of at least 0, got "
                     f"{value!r}; None takes the default"
                 )
+        if not self.delay >= 0:
+            raise ValueError(
+                f"Objective: delay must be at least 0 steps, got {self.delay!r}"
+            )
+        if not -1 <= self.tau < float("inf"):
+            raise ValueError(
+                "Objective: tau must be a finite number of at least -1 (which passes "
+                f"every entry), got {self.tau!r}"
+            )
         if not 0 <= self.decay < 1:
             raise ValueError(
                 f"Objective: decay must be at least 0 and below 1, got {self.decay!r}"

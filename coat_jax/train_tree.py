@@ -60,7 +60,8 @@ def trains_of(tree: Any) -> dict[Path, TensorTrain]:
       {path of the node, a tuple of keys: TensorTrain}, in the tree's order.
 
     Raises:
-      ValueError: if a train's numbers of cores and diagonals do not fit.
+      ValueError: if a train's numbers of cores and diagonals do not fit, or of their
+        axes, as with stacked trains.
 
     Example:
       >>> cores = [jnp.ones((1, 4, 2)), jnp.ones((2, 4, 1))]
@@ -97,6 +98,15 @@ def labels(params: Any) -> Any:
         return "core" if place.part == "cores" else "diagonal"
 
     return jax.tree_util.tree_map_with_path(label, params)
+
+
+def alike(leaf: Any) -> tuple:
+    """What leaves share that may be rows of one array: shape, dtype, Explicit sharding.
+
+    Takes arrays and `jax.ShapeDtypeStruct`.
+    """
+    kind = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    return kind.shape, kind.dtype, getattr(kind.sharding, "spec", None)
 
 
 def core_modes(train: TensorTrain) -> tuple[int, ...]:
@@ -148,4 +158,13 @@ def _train(path: Path, cores: Mapping[int, Any], diagonals) -> TensorTrain:
             'parameters than "cores" and "diagonals"'
         )
     ordered = lambda parts: tuple(parts[i] for i in sorted(parts))
-    return TensorTrain(ordered(cores), ordered(diagonals))
+    train = TensorTrain(ordered(cores), ordered(diagonals))
+    axes = lambda leaves: {len(x.shape) for x in leaves if hasattr(x, "shape")}
+    if not axes(train.cores) <= {3, 4} or not axes(train.diagonals) <= {1}:
+        shapes = [getattr(leaf, "shape", None) for part in train for leaf in part]
+        raise ValueError(
+            "trains_of: cores must have 3 axes, those of a matrix train 4, and "
+            f"diagonals 1, the train {train_name(path)!r} has shapes {shapes}; unstack "
+            "what TrainStacks stacked, and don't stack layers along an axis"
+        )
+    return train

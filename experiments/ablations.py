@@ -13,8 +13,6 @@ command once more after a crash.
 """
 
 import dataclasses
-import json
-import pathlib
 import sys
 import time
 from typing import Literal
@@ -146,21 +144,6 @@ def find(rows: list[dict], run: options.Config, tokens_sha256: str) -> dict | No
     return None
 
 
-def read(path: str) -> list[dict]:
-    """The lines of a results file. One that a crash cut short is cut off the file.
-
-    What is appended next would otherwise continue it.
-    """
-    file = pathlib.Path(path)
-    if not file.exists():
-        return []
-    text = file.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        file.write_text(whole)
-    return [json.loads(line) for line in whole.splitlines()]
-
-
 class _Runs:
     """The tokens on the device, and the arm whose functions are compiled."""
 
@@ -206,8 +189,8 @@ def main(config: Config) -> None:
     runs, began = _Runs(config, tokens), time.perf_counter()
     for count, arm in enumerate(arms, 1):
         print(f"arm {count} of {len(arms)}: {arm}", flush=True)
-        runs.arm(arm, read(config.results))
-    rows, digest = read(config.results), tokens.sha256
+        runs.arm(arm, harness.results(config.results))
+    rows, digest = harness.results(config.results), tokens.sha256
     made = {
         arm: [
             find(rows, run_config(config, arm, seed), digest)

@@ -35,7 +35,7 @@ import zipfile
 import numpy as np
 
 from experiments import harness
-from experiments.harness import ExitCode, UserError, option
+from experiments.harness import NOT_NPZ, ExitCode, UserError, option
 
 # Package, version, sha256 of what the index serves.
 PACKAGES = {
@@ -166,16 +166,17 @@ def load(
       UserError: no such file, or another one; exit code 5.
     """
     try:
-        with np.load(path) as file:
+        # Opened here: np.load leaves a file that is no archive open.
+        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
             held = {name: file[name] for name in file.files}
         facts = json.loads(str(held.pop("facts")))
-    except (OSError, ValueError, KeyError) as error:
+        return _assemble(held, facts, rows, split, least)
+    except NOT_NPZ as error:
         raise UserError(
             ExitCode.DATA,
             f"{path} can't be read ({error}); python -m experiments.clicks writes it "
             "where there is a network",
         ) from None
-    return _assemble(held, facts, rows, split, least)
 
 
 def _assemble(held, facts, rows: int, split: str, least: int) -> Clicks:

@@ -25,7 +25,6 @@ is measured before and after. Whole files are held out.
 
 import collections
 import dataclasses
-import json
 import math
 import pathlib
 import sys
@@ -192,9 +191,7 @@ def _one_epoch(config: Config, seed: int, arm, epoch, state, number: int):
 
 def found_in(config: Config, sha256: str) -> dict[str, dict[int, dict]]:
     """By "arm stage" and seed: lines of --results with these settings and this text."""
-    path, found = pathlib.Path(config.results), collections.defaultdict(dict)
-    lines = path.read_text().splitlines() if path.exists() else []
-    rows = [json.loads(line) for line in lines]
+    found, rows = collections.defaultdict(dict), harness.results(config.results)
     for arm in arms(config):
         wanted = dataclasses.asdict(arm)
         for name in _NOT_SETTINGS:

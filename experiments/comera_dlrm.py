@@ -34,7 +34,6 @@ at which it is judged; the figures are of the test part, which chooses nothing.
 
 import dataclasses
 import functools
-import json
 import math
 import pathlib
 import statistics
@@ -110,21 +109,14 @@ class Config:
     image: str = option("", "the picture, or results/comera_dlrm-DATASET-SPLIT.png")
 
     def __post_init__(self):
-        for name in (
-            "rows",
-            "least",
-            "rank",
-            "epochs",
-            "pieces",
-            "batch",
-            "galore_rank",
-        ):
-            if getattr(self, name) < 1:
+        least = dict.fromkeys(("rows", "least", "rank", "order", "epochs"), 1)
+        least |= dict.fromkeys(("pieces", "batch", "galore_rank", "galore_gap"), 1)
+        least |= dict.fromkeys(("seeds", "delay", "gamma", "beta", "rho", "w_size"), 0)
+        for name, most in least.items():
+            if getattr(self, name) < most:
                 raise ValueError(
-                    f"--{name} must be at least 1, got {getattr(self, name)}"
+                    f"--{name} must be at least {most}, got {getattr(self, name)}"
                 )
-        if self.seeds < 0:
-            raise ValueError(f"--seeds must be 0 or more, got {self.seeds}")
         for name in ("lr", "core_lr", "diagonal_lr", "target_ratio"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(
@@ -263,9 +255,7 @@ def _scores(arm, params, data) -> dict[str, float]:
 
 def finished(config: Config) -> dict[str, list[dict]]:
     """By arm: the runs in --results with this config's settings."""
-    path, found = pathlib.Path(config.results), {}
-    lines = path.read_text().splitlines() if path.exists() else []
-    rows = [json.loads(line) for line in lines]
+    found, rows = {}, harness.results(config.results)
     for arm in arms(dataclasses.replace(config, arm="all")):
         wanted = {
             k: v

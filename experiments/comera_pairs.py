@@ -120,7 +120,7 @@ class Config:
                 raise ValueError(f"--{name} must be at least {most}, got {value}")
         if self.batch % 2:
             raise ValueError(f"--batch must be even, got {self.batch}")
-        for name in ("easy", "warmup", "late_size"):
+        for name in ("easy", "warmup", "late_size", "dropout"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(
                     f"--{name} must be from 0 to 1, got {getattr(self, name)}"
@@ -235,9 +235,7 @@ def _show(config: Config, seed: int, row: dict) -> None:
 
 def found_in(config: Config, sha256: str) -> dict[str, dict[int, dict]]:
     """By "arm stage" and seed: lines of --results with these settings and this data."""
-    path, found = pathlib.Path(config.results), collections.defaultdict(dict)
-    lines = path.read_text().splitlines() if path.exists() else []
-    rows = [json.loads(line) for line in lines]
+    found, rows = collections.defaultdict(dict), harness.results(config.results)
     for arm in arms(config):
         wanted = dataclasses.asdict(arm)
         for name in _NOT_SETTINGS:
@@ -292,8 +290,9 @@ def _train_apart(config: Config, wanted) -> None:
         done = subprocess.run(command, env=cache | os.environ | env)
         free.put(device)
         if done.returncode:
+            known = done.returncode in [*ExitCode]  # else a crash, or it was killed
             raise UserError(
-                ExitCode(done.returncode),
+                ExitCode(done.returncode) if known else ExitCode.CONFIG,
                 f"{arm.arm}, seed {seed} ended with {done.returncode}",
             )
 

@@ -19,6 +19,7 @@ from coat_jax import rank_control, truncation
 from coat_jax.models import encoder
 from experiments import galore, verse_pairs
 from experiments.comera_pairs_batches import Data, drawn, joined
+from experiments.harness import ExitCode, UserError
 
 CLASSES = 2
 KINDS = ("same", "hard", "random")  # of pairs that are evaluated
@@ -132,6 +133,12 @@ def build(config, verses: verse_pairs.Verses, data: Data) -> Arm:
     model, layers = model_of(config, verses.vocab)
     half = config.batch // 2
     steps = min(len(data.train) // half, config.epoch_steps or len(data.train))
+    if not steps:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"--batch={config.batch} takes {half} verses, and there are "
+            f"{len(data.train)} for training",
+        )
     tx = optimizer_of(config, steps)
     step = _step_of(config, encoder.make_loss(model, layers=layers), tx)
 

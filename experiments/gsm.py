@@ -10,11 +10,10 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-import zipfile
 
 import numpy as np
 
-from experiments.harness import ExitCode, UserError
+from experiments.harness import NOT_NPZ, ExitCode, UserError
 
 SEEDS = {"train": 0, "held": 1}
 NAME, VERSION = "gsm_symbolic", "0.1.25"
@@ -149,7 +148,7 @@ def read(path: pathlib.Path) -> Problems:
             facts, sentence = json.loads(str(file["facts"])), file["sentence"]
         if _digest(parts) != facts["data_sha256"]:
             raise ValueError("its sha256 is another")
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except NOT_NPZ as error:
         raise UserError(
             ExitCode.DATA,
             f"{path} can't be read as problems ({error}); delete it, it is made again",

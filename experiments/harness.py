@@ -11,12 +11,21 @@ import importlib.metadata
 import inspect
 import json
 import logging
+import math
 import pathlib
 import platform
 import subprocess
 import sys
+import tempfile
 import types
 import typing
+import zipfile
+import zlib
+
+# What numpy.load raises of a file that is damaged, or none of ours.
+NOT_NPZ = (
+    OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
 
 
 class ExitCode(enum.IntEnum):
@@ -57,13 +66,16 @@ def _boolean(text: str) -> bool:
 
 
 def _number(kind):
-    noun = {int: "a whole number", float: "a number"}[kind]
+    noun = {int: "a whole number", float: "a finite number"}[kind]
 
     def convert(text: str):
         try:
-            return kind(text)
+            value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"must be {noun}, got {text!r}") from None
+            value = math.nan
+        if not math.isfinite(value):  # results are JSON, which has no such number
+            raise argparse.ArgumentTypeError(f"must be {noun}, got {text!r}")
+        return value
 
     return convert
 
@@ -200,3 +212,42 @@ def record(path: str | pathlib.Path, config, metrics: dict) -> pathlib.Path:
     with path.open("a") as file:
         file.write(json.dumps(row, allow_nan=False) + "\n")
     return path
+
+
+def results(path: str | pathlib.Path) -> list[dict]:
+    """The lines of a results file, asked for before any work that is to go there.
+
+    A last line that a crash cut short is cut off: what is appended next would continue
+    it.
+
+    Raises:
+      UserError: the file can't be written (exit code 6), or a line of it isn't JSON
+        (exit code 5).
+    """
+    path = pathlib.Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            tempfile.TemporaryFile(dir=path.parent).close()
+            return []
+        with path.open("a+") as file:
+            file.seek(0)
+            text = file.read()
+            whole = text[: text.rfind("\n") + 1]
+            if whole != text:
+                file.truncate(len(whole.encode()))
+    except (OSError, UnicodeError) as error:
+        raise UserError(
+            ExitCode.CONFIG, f"--results={path} can't be read and written ({error})"
+        ) from None
+    rows = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise UserError(
+                ExitCode.DATA,
+                f"line {number} of {path} is no result ({error}); remove it, or give "
+                "another --results",
+            ) from None
+    return rows

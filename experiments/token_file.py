@@ -6,11 +6,10 @@ A machine without a network, a tokenizer or Debian trains from it: `--data=NAME.
 import hashlib
 import json
 import pathlib
-import zipfile
 
 import numpy as np
 
-from experiments.harness import ExitCode, UserError
+from experiments.harness import NOT_NPZ, ExitCode, UserError
 
 SUFFIX = ".npz"
 _PARTS = ("train", "held")
@@ -60,7 +59,7 @@ def read(path: str | pathlib.Path) -> dict:
             facts, digest = (str(text) for text in file["facts"])
         if _digest(arrays, facts) != digest:
             raise ValueError("its sha256 is another")
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except NOT_NPZ as error:
         raise UserError(
             ExitCode.DATA,
             f"--data={path} can't be read as a token file ({error}); write it with "

@@ -26,7 +26,7 @@ import tempfile
 import numpy as np
 
 from experiments import harness, tf_idf
-from experiments.harness import ExitCode, UserError, option
+from experiments.harness import NOT_NPZ, ExitCode, UserError, option
 
 # Debian's packages, the modules in them, and the versions that the log's figures are
 # of.
@@ -250,9 +250,10 @@ def load(path: str) -> Verses:
     """
     fields = [field.name for field in dataclasses.fields(Verses)]
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # Opened here: np.load leaves a file that is no archive open.
+        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
             arrays = {name: file[name] for name in fields}
-    except (OSError, KeyError, ValueError) as error:
+    except NOT_NPZ as error:
         raise UserError(
             ExitCode.DATA,
             f"{path} can't be read ({error}); write it with python -m "

@@ -14,7 +14,6 @@ epoch, not the best of all epochs: nothing is chosen by the test set.
 
 import dataclasses
 import itertools
-import json
 import math
 import pathlib
 import statistics
@@ -148,9 +147,7 @@ def comparable(config: Config, sha256: str) -> dict[str, dict[int, dict]]:
 
     Of two runs of one arm and seed, the later one.
     """
-    path, found = pathlib.Path(config.results), {}
-    lines = path.read_text().splitlines() if path.exists() else []
-    rows = [json.loads(line) for line in lines]
+    found, rows = {}, harness.results(config.results)
     for arm in arms(config):
         settings = dataclasses.asdict(arm)
         same = lambda row, wanted=settings: all(

@@ -257,7 +257,7 @@ def test_a_picture_is_drawn_of_whatever_there_is(tmp_path):
 
 
 def test_every_arm_and_seed_has_a_line(finished):
-    rows = ablations.read(finished.results)
+    rows = harness.results(finished.results)
     assert [(r["arm"], r["config"]["seed"]) for r in rows] == [
         (arm, seed) for arm in ARMS for seed in range(2)
     ]
@@ -286,7 +286,7 @@ def test_only_what_is_missing_is_run(finished, tmp_path, capsys):
     ablations.main(again)
     printed = capsys.readouterr().out
     assert printed.count("already") == 1
-    first, second = ablations.read(again.results)
+    first, second = harness.results(again.results)
     assert first == json.loads(lines[0])
     for name in ("arm", "held_out_loss", "train_loss", "curve", "tokens_sha256"):
         assert second[name] == lost[name], name
@@ -303,7 +303,7 @@ def test_an_arm_that_computes_what_another_does_is_left_out(finished, capsys):
 
 
 def test_another_run_is_not_taken_for_this_one(finished):
-    rows = ablations.read(finished.results)
+    rows = harness.results(finished.results)
     run = ablations.run_config(finished, "full", 1)
     digest = rows[0]["tokens_sha256"]
     found = ablations.find(rows, run, digest)

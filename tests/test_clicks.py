@@ -176,11 +176,13 @@ def test_a_file_becomes_standardised_columns_and_tables(tmp_path):
     assert got.facts["rows_seen"]["user x genres"] <= 81
 
 
-@pytest.mark.parametrize("kind", ["missing", "text", "another file"])
+@pytest.mark.parametrize("kind", ["missing", "text", "another file", "half"])
 def test_a_file_of_another_kind_is_one_line(tmp_path, kind):
     path = tmp_path / "c.npz"
     if kind == "text":
         path.write_text("no")
+    if kind == "half":  # facts, and no columns
+        np.savez(path, facts=np.array('{"dataset": "movies"}'), labels=np.zeros(3))
     if kind == "another file":
         np.savez(path, x=np.zeros(3))
     with pytest.raises(UserError, match="can't be read .* writes it") as caught:

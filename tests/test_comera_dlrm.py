@@ -203,7 +203,11 @@ def test_the_pieces_of_an_epoch_are_its_steps_in_order():
     ("argument", "code", "words"),
     [
         ("--rank=0", ExitCode.CONFIG, "--rank must be at least 1, got 0"),
-        ("--seeds=-1", ExitCode.CONFIG, "--seeds must be 0 or more, got -1"),
+        ("--seeds=-1", ExitCode.CONFIG, "--seeds must be at least 0, got -1"),
+        ("--gamma=-1", ExitCode.CONFIG, "--gamma must be at least 0, got -1.0"),
+        ("--order=0", ExitCode.CONFIG, "--order must be at least 1, got 0"),
+        ("--delay=-5", ExitCode.CONFIG, "--delay must be at least 0, got -5"),
+        ("--results=/proc/none/r", ExitCode.CONFIG, "can't be read and written"),
         ("--lr=0", ExitCode.CONFIG, "--lr must be above 0 and finite, got 0.0"),
         ("--rates=1,x", ExitCode.CONFIG, "--rates must be positive numbers"),
         ("--arm=dense,sparse", ExitCode.CONFIG, "--arm must be all, or some of dense"),

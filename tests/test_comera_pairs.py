@@ -309,13 +309,19 @@ def test_jobs_are_processes_on_the_devices_in_turn(arguments, monkeypatch):
     assert {device for device, _ in seen} == {"0", "1"}
 
 
-def test_a_job_that_fails_ends_the_rest_with_its_code(arguments, monkeypatch):
-    ends = types.SimpleNamespace(returncode=int(ExitCode.NON_FINITE))
+@pytest.mark.parametrize(
+    ("ended", "code"),
+    [(int(ExitCode.NON_FINITE), ExitCode.NON_FINITE), (1, ExitCode.CONFIG), (-9, 6)],
+)
+def test_a_job_that_fails_ends_the_rest_with_its_code(
+    arguments, monkeypatch, ended, code
+):
+    ends = types.SimpleNamespace(returncode=ended)
     monkeypatch.setattr(subprocess, "run", lambda command, env: ends)
     config = harness.parse(comera_pairs.Config, [*arguments, "--jobs=2"])
-    with pytest.raises(UserError, match="seed 0 ended with 3") as caught:
+    with pytest.raises(UserError, match=f"seed 0 ended with {ended}") as caught:
         comera_pairs._train_apart(config, comera_pairs.missing(config, VERSES.sha256))
-    assert caught.value.code == ExitCode.NON_FINITE
+    assert caught.value.code == code
 
 
 def test_arms_are_all_or_named_and_fp8_only_where_it_belongs():
@@ -337,6 +343,10 @@ def test_a_loss_that_is_not_finite_stops_the_run():
     ("argument", "code", "words"),
     [
         ("--batch=3", ExitCode.CONFIG, "--batch must be even, got 3"),
+        ("--batch=200", ExitCode.CONFIG, "--batch=200 takes 100 verses, and there are"),
+        ("--dropout=1.5", ExitCode.CONFIG, "--dropout must be from 0 to 1, got 1.5"),
+        ("--clip=inf", ExitCode.CONFIG, "--clip: must be a finite number, got 'inf'"),
+        ("--results=/proc/none/r", ExitCode.CONFIG, "can't be read and written"),
         ("--rank=0", ExitCode.CONFIG, "--rank must be at least 1, got 0"),
         ("--easy=2", ExitCode.CONFIG, "--easy must be from 0 to 1, got 2.0"),
         ("--arm=lte", ExitCode.CONFIG, "--arm must be all, or of dense, tt, galore"),

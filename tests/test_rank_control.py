@@ -100,6 +100,15 @@ def test_the_relaxed_size_equals_the_exact_one_at_the_start(shape, count):
     assert_reordered(core_norm(params), 0.01 * count, count, 0.01 * count)
 
 
+def test_sums_over_diagonals_of_16_bits_are_in_float32():
+    v = np.linspace(0.011, 0.039, 31, dtype=np.float32)
+    v = jnp.asarray(v, jnp.bfloat16)
+    params = {"cores": [jnp.ones((1, 2, 31)), jnp.ones((31, 2, 1))], "diagonals": [v]}
+    exact = np.asarray(v, np.float64)
+    assert_reordered(mean_diagonal(params), exact.mean(), 31, exact.mean())
+    assert_reordered(size_relaxed(params), 4 * exact.sum(), 31, 4 * exact.sum())
+
+
 def test_the_slopes_of_the_relaxed_size_are_the_papers():
     grads = jax.grad(lambda p: size_relaxed(p))(filled(FFN1))
     assert [float(v[0]) for v in grads["diagonals"]] == [252, 336, 600, 616, 496]
@@ -218,6 +227,10 @@ def test_wrong_options_are_refused_in_words():
         Objective(gamma=-1.0)
     with pytest.raises(ValueError, match="decay must be"):
         Objective(decay=1.0)
+    with pytest.raises(ValueError, match="delay must be at least 0"):
+        Objective(delay=-5)
+    with pytest.raises(ValueError, match="tau must be a finite number"):
+        Objective(tau=float("nan"))
     with pytest.raises(ValueError, match="must hold a train"):
         Objective().init({"w": jnp.ones(3)})
     with pytest.raises(ValueError, match="learning_rate must be"):

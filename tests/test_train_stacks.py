@@ -9,9 +9,18 @@ import pytest
 from coat_jax import fp8_adamw
 from coat_jax.factorize import tt_shape, ttm_shape
 from coat_jax.models import encoder
-from coat_jax.rank_control import Objective, labels, rank_control
+from coat_jax.rank_control import (
+    Objective,
+    core_norm,
+    labels,
+    rank_control,
+    ranks,
+    size_exact,
+    size_relaxed,
+)
 from coat_jax.tensor_train import init_train
 from coat_jax.train_stacks import TrainStacks
+from coat_jax.truncation import truncate
 from tests.helpers import assert_reordered, assert_same_bits
 
 pytestmark = [pytest.mark.usefixtures("optax_promotion"), pytest.mark.once]
@@ -114,7 +123,8 @@ def test_the_encoder_learns_from_stacked_parameters():
     layers = encoder.tensor_train_layers(rank=3, embed_rank=3)
     tree = encoder.init_params(config, jax.random.key(0), layers=layers)
     stacks = TrainStacks(tree)
-    assert len(stacks.stack(tree)["cores"]) < 20 < len(jax.tree.leaves(tree))
+    cores = stacks.stack(tree)["cores"]  # three kinds of matrices, and the table
+    assert len(cores) == 3 * 6 + 4
     ids = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
     tokens = encoder.Tokens(ids, jnp.zeros_like(ids), jnp.ones(ids.shape, bool))
     loss = encoder.make_loss(config, layers=layers)
@@ -129,9 +139,93 @@ def test_the_encoder_learns_from_stacked_parameters():
         assert_reordered(a, b, 256, float(jnp.abs(b).max()))
 
 
+def test_a_stacked_run_is_truncated_and_goes_on_as_single_trains():
+    tree = params()
+    stacks = TrainStacks(tree)
+    parts = {"core": optax.adam(1e-3), "diagonal": rank_control(5e-3)}
+    tx = optax.partition(parts | {"rest": optax.adam(1e-3)}, labels)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
+
+    def run(params, open_, steps=6):
+        state = tx.init(params)
+        for _ in range(steps):
+            grads = jax.grad(lambda p: total(open_(p)))(params)
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    want = truncate(*run(tree, lambda p: p))
+    stacked, state = run(stacks.stack(tree), stacks.unstack)
+    got = truncate(stacks.unstack(stacked), stacks.unstack_state(state))
+    assert ranks(got.params) == ranks(want.params) != ranks(tree)
+    assert jax.tree.structure(got.opt_state) == jax.tree.structure(want.opt_state)
+    for a, b in zip(
+        jax.tree.leaves((got.params, got.opt_state)),
+        jax.tree.leaves((want.params, want.opt_state)),
+        strict=True,
+    ):
+        assert_reordered(a, b, 12, 4.0)
+    updates, _ = tx.update(got.params, got.opt_state, got.params)
+    assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, got.params)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        size_exact,
+        size_relaxed,
+        ranks,
+        Objective().init,
+        truncate,
+        lambda p: rank_control(0.1, threshold=0.1).update(
+            p, rank_control(0.1).init(p), p
+        ),
+    ],
+    ids="size_exact size_relaxed ranks Objective truncate threshold".split(),
+)
+def test_what_must_know_the_trains_refuses_stacks(use):
+    tree = {"a": params()["a"], "b": params()["b"]}
+    with pytest.raises(ValueError, match="unstack what TrainStacks stacked"):
+        use(TrainStacks(tree).stack(tree))
+
+
+def test_trains_that_are_placed_differently_are_not_stacked():
+    """On a mesh of Explicit axes, where sharding is part of a type."""
+    mesh = jax.make_mesh(
+        (2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,),
+        devices=jax.devices()[:2],
+    )  # fmt: skip
+    put = lambda x, *spec: jax.device_put(
+        x, jax.sharding.NamedSharding(mesh, jax.P(*spec))
+    )
+    tree = {"a": params()["a"], "b": params()["b"][0]}
+    sizes = float(size_relaxed(tree)), float(core_norm(tree))
+    placed = jax.tree.map(put, tree)
+    cores = [put(core, None, "x") for core in tree["b"]["cores"]]
+    placed["b"] = placed["b"] | {"cores": cores}
+    with jax.set_mesh(mesh):
+        got = float(size_relaxed(placed)), float(core_norm(placed))
+        stacks = TrainStacks(placed)
+        stacked = stacks.stack(placed)
+        assert_same_bits(stacks.unstack(stacked), tree)
+    assert got == pytest.approx(sizes, rel=1e-6)
+    assert [len(core) for core in stacked["cores"]] == [1] * 8
+
+
 def test_a_tree_without_trains_or_of_another_model_is_refused():
     with pytest.raises(ValueError, match="params must hold a train"):
         TrainStacks({"kernel": jnp.ones((2, 2))})
     stacks = TrainStacks(params())
     with pytest.raises(ValueError, match="head"):
         stacks.stack({k: v for k, v in params().items() if k != "head"})
+    other = params()
+    other["b"][1] = params(jnp.bfloat16)["b"][1]
+    with pytest.raises(ValueError, match="float32 of shape .* got bfloat16"):
+        stacks.stack(other)
+    for wrong in (params(), None, stacks.stack(params()) | {"cores": []}):
+        with pytest.raises(ValueError, match="must be what this object's stack gave"):
+            stacks.unstack(wrong)
+    stacked = stacks.stack(params())
+    stacked["diagonals"][0] = jnp.ones((2, 8))
+    with pytest.raises(ValueError, match="must have shape"):
+        stacks.unstack(stacked)

@@ -137,9 +137,13 @@ def test_a_changed_file_is_refused(verses, tmp_path):
     assert caught.value.code == ExitCode.DATA
 
 
-@pytest.mark.parametrize("content", [None, b"no archive"])
+@pytest.mark.parametrize("content", [None, b"no archive", b"", b"PK\x03\x04cut", "npy"])
 def test_no_file_or_another_kind_is_one_line(content, tmp_path):
     path = tmp_path / "v.npz"
+    if content == "npy":
+        with path.open("wb") as file:
+            np.save(file, np.zeros(3))
+        content = path.read_bytes()
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UserError, match="write it with python -m experiments.verse"):
