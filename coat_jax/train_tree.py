@@ -60,8 +60,7 @@ def trains_of(tree: Any) -> dict[Path, TensorTrain]:
       {path of the node, a tuple of keys: TensorTrain}, in the tree's order.
 
     Raises:
-      ValueError: if a train's numbers of cores and diagonals do not fit, or of their
-        axes, as with stacked trains.
+      ValueError: if a train's numbers of cores and diagonals do not fit.
 
     Example:
       >>> cores = [jnp.ones((1, 4, 2)), jnp.ones((2, 4, 1))]
@@ -110,7 +109,18 @@ def alike(leaf: Any) -> tuple:
 
 
 def core_modes(train: TensorTrain) -> tuple[int, ...]:
-    """n_k of a tensor train's cores, n_k m_k of a matrix train's."""
+    """n_k of a tensor train's cores, n_k m_k of a matrix train's.
+
+    Raises:
+      ValueError: if the arrays have other axes, as where trains are stacked.
+    """
+    axes = lambda leaves: {len(jnp.shape(leaf)) for leaf in leaves}
+    if not axes(train.cores) <= {3, 4} or not axes(train.diagonals) <= {1}:
+        raise ValueError(
+            "a train's cores must have 3 axes, a matrix train's 4, and its diagonals "
+            f"1, got shapes {[jnp.shape(leaf) for part in train for leaf in part]}; "
+            "unstack what TrainStacks stacked, and don't stack layers along an axis"
+        )
     return tuple(math.prod(jnp.shape(core)[1:-1]) for core in train.cores)
 
 
@@ -133,6 +143,7 @@ def ranks(params: Any) -> dict[str, tuple[int, ...]]:
       >>> ranks({"fc": {"cores": cores, "diagonals": [jnp.ones(2)]}})
       {'fc': (1, 2, 1)}
     """
+    modes(params)  # refuses stacked trains
     of = lambda train: (1, *(jnp.shape(v)[0] for v in train.diagonals), 1)
     return {train_name(path): of(train) for path, train in trains_of(params).items()}
 
@@ -158,13 +169,4 @@ def _train(path: Path, cores: Mapping[int, Any], diagonals) -> TensorTrain:
             'parameters than "cores" and "diagonals"'
         )
     ordered = lambda parts: tuple(parts[i] for i in sorted(parts))
-    train = TensorTrain(ordered(cores), ordered(diagonals))
-    axes = lambda leaves: {len(x.shape) for x in leaves if hasattr(x, "shape")}
-    if not axes(train.cores) <= {3, 4} or not axes(train.diagonals) <= {1}:
-        shapes = [getattr(leaf, "shape", None) for part in train for leaf in part]
-        raise ValueError(
-            "trains_of: cores must have 3 axes, those of a matrix train 4, and "
-            f"diagonals 1, the train {train_name(path)!r} has shapes {shapes}; unstack "
-            "what TrainStacks stacked, and don't stack layers along an axis"
-        )
-    return train
+    return TensorTrain(ordered(cores), ordered(diagonals))

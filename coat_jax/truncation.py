@@ -243,6 +243,8 @@ def _is_described(entry) -> bool:
 
 def _trains(who: str, params) -> dict[Path, TensorTrain]:
     trains = trains_of(params)
+    for train in trains.values():
+        core_modes(train)  # refuses stacked ones
     if not trains:
         raise ValueError(
             f'{who}: params must hold a train, a node with entries "cores" and '

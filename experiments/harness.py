@@ -19,6 +19,7 @@ import sys
 import tempfile
 import types
 import typing
+import warnings
 import zipfile
 import zlib
 
@@ -155,6 +156,7 @@ def quiet_failed_saves() -> None:
     """
     for name in ("absl", "asyncio"):  # orbax's tracebacks, and its abandoned tasks
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
 
     def hook(raised):
         # tensorstore's threads still report to the event loop that the failure closed.

@@ -18,7 +18,7 @@ LAYERS = [
     {"expand", "tensor_train"},
     {"contraction", "lookup", "train_tree"},
     {"moments"},
-    {"telemetry", "adam_step", "train_cut", "rank_objective"},
+    {"telemetry", "adam_step", "train_cut", "rank_objective", "train_stacks"},
     {
         "optimizer",
         "decay",
