@@ -262,16 +262,14 @@ class Bench:
     def measure(self, case: Case, program, found: launches.Launches) -> None:
         """Records one case's figures."""
         put = functools.partial(self.record, case)
+        form = "" if case.form in ("one call", "scan") else f", {case.form}"
         if found.kernels and case.form != "scan":
-            form = "" if case.form == "one call" else f", {case.form}"
             put(f"launches{form}", found.launches, "")
             put(f"kernels{form}", found.kernels, "")
         if case.form in ("one call", "kept"):
             sizes = harness.memory_of(program)
-            if case.form == "one call":
-                put("state", sizes["arguments"] / 2**20, "MiB")
-            metric = "memory" if case.form == "one call" else "memory, kept"
-            put(metric, sizes["total"] / 2**20, "MiB")
+            put(f"state{form}", sizes["arguments"] / 2**20, "MiB")
+            put(f"memory{form}", sizes["total"] / 2**20, "MiB")
         if self.given.compile_only:
             return
         # Not jitted: to compile hundreds of draws takes longer than to make them.
@@ -279,15 +277,9 @@ class Bench:
         if case.step.kind == "GaLore" and case.form == "one call":
             put("refresh", 1e3 * _once(program, args), "ms")
             args = case.inputs(jax.random.key(0))
-        repeats = self.given.repeats
-        took = (
-            harness.time(program, *args, donate=case.donated, repeats=repeats)
-            / case.steps
-        )
-        metric = (
-            f"one call, {case.form}" if case.form in ("kept", "plain") else case.form
-        )
-        metric = "time" if case.form == "scan" else metric
+        how = {"donate": case.donated, "repeats": self.given.repeats}
+        took = harness.time(program, *args, **how) / case.steps
+        metric = "time" if case.form == "scan" else f"one call{form}"
         put(metric, 1e3 * took, "ms")
         if (peak := harness.device_peak()) is not None and peak > self.peak:
             self.peak = peak

@@ -6,7 +6,7 @@ Command:   python -m experiments.verse_pairs          (Debian and a network, 3 m
            python -m experiments.comera_pairs --arm=galore,tt_fp8,dense_coat \
                --seeds=1 --jobs=3 --gpus=3
            python -m experiments.comera_pairs --seeds=0     (the table of what there is)
-Hardware:  one H200: some 2 minutes a run of `tt`, 1 of `dense`, alone on the device.
+Hardware:  one H200: an estimated 2 minutes a run of `tt`, 1 of `dense`.
 Expected:  tensor trains within 1 point of the dense model after the early stage, their
            matrices at least 40 times smaller than dense ones, 150 times after the late
            one. experiments/README.md holds what was measured: so it is, three seeds.

@@ -145,7 +145,7 @@ def build(config, verses: verse_pairs.Verses, data: Data) -> Arm:
     def start(key):
         params = encoder.init_params(model, key, layers=layers)
         tree = objective_of(config).init(params) if is_tensor_train(config) else None
-        # The device's own generator: threefry's bits, for dropout, cost more.
+        # Dropout's bits are the device's own generator's, of which XLA makes one call.
         key = jax.random.key(jax.random.bits(jax.random.fold_in(key, 1)), impl="rbg")
         with jax.numpy_dtype_promotion("standard"):
             return State(jnp.int32(0), params, tx.init(params), tree, key)

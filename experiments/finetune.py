@@ -138,18 +138,16 @@ def earlier(config: Config, facts: dict) -> list[dict]:
     Raises:
       UserError: a line that isn't a result; exit code 5.
     """
-    path, found = pathlib.Path(config.results), {}
-    lines = path.read_text().splitlines() if path.exists() else []
-    for number, line in enumerate(lines, 1):
+    found = {}
+    for number, row in enumerate(harness.results(config.results), 1):
         try:
-            row = json.loads(line)
             same = all(row["config"][k] == getattr(config, k) for k in _COMPARED)
             if same and all(row[name] == facts[name] for name in _FACTS):
                 found[arm_of(row), row["seed"]] = row
-        except (ValueError, KeyError, TypeError) as error:
+        except (KeyError, TypeError) as error:
             raise UserError(
                 ExitCode.DATA,
-                f"line {number} of {path} isn't a result of this experiment "
+                f"line {number} of {config.results} isn't a result of this experiment "
                 f"({type(error).__name__}: {error}); move the file away",
             ) from None
     return [*found.values()]
@@ -237,6 +235,7 @@ def _prepare(config: Config, problems) -> None:
 
 def main(config: Config) -> None:
     """Checks the weights, fine-tunes every arm and seed, prints the table."""
+    harness.results(config.results)  # refused now if it can't be written
     # These import JAX, which --help needn't wait for.
     from experiments import finetune_arm, smollm
 

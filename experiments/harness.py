@@ -249,7 +249,7 @@ def results(path: str | pathlib.Path) -> list[dict]:
         except ValueError as error:
             raise UserError(
                 ExitCode.DATA,
-                f"line {number} of {path} is no result ({error}); remove it, or give "
+                f"line {number} of {path} isn't a result ({error}); remove it, or give "
                 "another --results",
             ) from None
     return rows

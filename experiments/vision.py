@@ -240,6 +240,7 @@ def _train_all(config: Config, images) -> None:
 
 def main(config: Config) -> None:
     """Trains every arm, then shows the table and writes the picture."""
+    harness.results(config.results)  # refused now if it can't be written
     from rich.console import Console
 
     from experiments import fashion_mnist

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from experiments import harness
+from experiments import finetune, harness, vision
 from experiments.harness import ExitCode, UserError
 
 pytestmark = pytest.mark.once
@@ -32,7 +32,7 @@ def test_lines_come_back_and_a_cut_one_does_not_spoil_the_next(tmp_path):
 def test_a_line_that_is_no_json_is_named(tmp_path):
     path = tmp_path / "r.jsonl"
     path.write_text(json.dumps({"a": 1}) + "\nno\n")
-    with pytest.raises(UserError, match="line 2 of .* is no result") as caught:
+    with pytest.raises(UserError, match="line 2 of .* isn't a result") as caught:
         harness.results(path)
     assert caught.value.code == ExitCode.DATA
 
@@ -51,3 +51,13 @@ def test_what_cannot_be_read_and_written_is_known_before_any_work(tmp_path, kind
     with pytest.raises(UserError, match="can't be read and written") as caught:
         harness.results(path)
     assert caught.value.code == ExitCode.CONFIG
+
+
+@pytest.mark.parametrize("of", [finetune, vision])
+def test_no_experiment_trains_for_a_file_it_cannot_write(of, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    arguments = [f"--results={tmp_path / 'file' / 'r.jsonl'}", "--data=none"]
+    code = harness.run_main(of.main, of.Config, arguments)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert (code, "can't be read and written" in error) == (ExitCode.CONFIG, True)
