@@ -187,6 +187,7 @@ class Bench:
     def __init__(self, given: argparse.Namespace):
         self.size, self.repeats, self.threads = given.size, given.repeats, given.threads
         self.compile_only, self.passes = given.compile_only, given.passes
+        self.inputs = given.inputs
         self.seconds: dict[tuple[str, str, str], float] = {}
         self.failed = 0
 
@@ -202,6 +203,8 @@ class Bench:
         """Compiles, times and records everything, a shape after the other."""
         shapes, *_ = SIZES[self.size]
         for shape in shapes:
+            if self.inputs and shape[0] not in self.inputs:
+                continue
             maps = [m for m in linears(self.size) if (m.inputs, m.outputs) == shape]
             self.run_all([(what, passes) for what in maps for passes in self.passes])
 
@@ -283,6 +286,9 @@ def main() -> None:
     parser.add_argument("--compile-only", action="store_true", help="no GPU needed")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--passes", choices=PASSES, nargs="+", default=[*PASSES])
+    parser.add_argument(
+        "--inputs", type=int, nargs="+", help="linear maps of so many inputs alone"
+    )
     parser.add_argument("--threads", type=int, default=6, help="that compile")
     comera_step.add_arguments(parser)
     given = parser.parse_args()

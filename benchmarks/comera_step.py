@@ -10,6 +10,7 @@ float32 parameters, no dropout, the state donated.
     TT        rank 30, the table a TTM of rank 32; Adam for cores, rank_control for
               diagonals, the paper's objective
     TT FP8    the same under the default policy, dense leaves' moments in FP8 too
+    TT memory  TT under the memory policy: activations kept in FP8, products in bfloat16
 
     time       of a step, several in one `lax.scan`: a median
     one call   of a step that is a program of its own: the host's work counts, which
@@ -40,12 +41,13 @@ from benchmarks import h200, harness, launches
 from coat_jax import rank_control
 from coat_jax.models import encoder
 from coat_jax.optimizer import fp8_adamw
-from coat_jax.policy import BF16, DEFAULT
+from coat_jax.policy import BF16, DEFAULT, MEMORY
 from coat_jax.train_stacks import TrainStacks
 
 RATE = 1e-4
 GALORE_RANK, GALORE_GAP = 128, 200
-KINDS = ("dense", "GaLore", "TT", "TT FP8")
+POLICIES = {"TT": BF16, "TT FP8": DEFAULT, "TT memory": MEMORY}
+KINDS = ("dense", "GaLore", *POLICIES)
 FORMS = ("one call", "kept", "plain", "scan")
 # Preset, tokens, rank, steps of a scan.
 SIZES: dict[str, tuple] = {"full": ("mnli", 128, 30, 10), "micro": ("micro", 16, 4, 2)}
@@ -79,15 +81,15 @@ class Step:
     @property
     def trains(self) -> bool:
         """Whether layers are tensor trains."""
-        return self.kind.startswith("TT")
+        return self.kind in POLICIES
 
     @property
     def made_of(self) -> encoder.Layers | None:
         """The encoder's layers."""
         if not self.trains:
             return None
-        policy = DEFAULT if self.kind == "TT FP8" else BF16
-        return encoder.tensor_train_layers(rank=SIZES[self.size][2], policy=policy)
+        how = {"rank": SIZES[self.size][2], "policy": POLICIES[self.kind]}
+        return encoder.tensor_train_layers(**how)
 
     @property
     def tx(self) -> optax.GradientTransformation:

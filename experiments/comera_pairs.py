@@ -30,10 +30,8 @@ accuracy is counted before and after. Nothing is chosen by the test books.
 import collections
 import concurrent.futures
 import dataclasses
-import json
 import math
 import os
-import pathlib
 import queue
 import subprocess
 import sys
@@ -175,15 +173,9 @@ def run(config: Config, seed: int, verses, keep) -> None:
             state, row = _one_epoch(config, seed, arm, epoch, state, number)
             rows.append(row)
             of_run = {"arm": config.arm, "seed": seed, "stage": stage}
-            _append(f"{config.results}.epochs", of_run | row)
+            harness.append(f"{config.results}.epochs", of_run | row)
         state, ended = arm_of.end_stage(arm, config, state)
         keep({**facts, "stage": stage, "epochs": rows[-count:], **ended})
-
-
-def _append(path: str, row: dict) -> None:
-    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as file:
-        file.write(json.dumps(row) + "\n")
 
 
 def _one_epoch(config: Config, seed: int, arm, epoch, state, number: int):

@@ -30,9 +30,6 @@ from experiments.harness import ExitCode, UserError, option
 _CHANGES = ("attention_keeps", "gemm_scaling", "input_format", "weight_format")
 _CHANGES += ("gradient_format",)
 _ARM = ("policy", *_CHANGES, "optimizer")
-_PRODUCTS_OFF = dict.fromkeys(
-    ("input_format", "weight_format", "gradient_format"), "bf16"
-)
 # The first is what the others are held to.
 ARMS = (
     {"policy": "bf16", "optimizer": "adamw"},
@@ -43,7 +40,8 @@ ARMS = (
     {"policy": "paper", "optimizer": "fp8_adamw"},
     {"policy": "default", "gemm_scaling": "vector", "optimizer": "adamw"},
     {"policy": "default", "gemm_scaling": "vector", "optimizer": "fp8_adamw"},
-    {"policy": "default", **_PRODUCTS_OFF, "optimizer": "adamw"},
+    {"policy": "memory", "optimizer": "adamw"},
+    {"policy": "memory", "optimizer": "fp8_adamw"},
     {"policy": "default", "input_format": "bf16", "optimizer": "adamw"},
     {"policy": "default", "weight_format": "bf16", "optimizer": "adamw"},
     {"policy": "default", "gradient_format": "bf16", "optimizer": "adamw"},
@@ -61,7 +59,7 @@ class Config:
     bad, 6 wrong option.
     """
 
-    policy: Literal["all", "bf16", "default", "paper"] = option(
+    policy: Literal["all", "bf16", "default", "lean", "memory", "paper"] = option(
         "all", "FP8 of products and of what layers keep; all runs every arm"
     )
     attention_keeps: Literal["bf16", "fp8"] | None = option(
@@ -166,8 +164,6 @@ def arm_of(row: dict) -> tuple[str | None, ...]:
 def name_of(arm: tuple[str | None, ...]) -> str:
     """An arm of `arm_of` as people read it."""
     policy, *changes, optimizer = arm
-    if changes[-3:] == ["bf16"] * 3:
-        changes, policy = changes[:-3], f"{policy} products=bf16"
     told = [f"{n}={v}" for n, v in zip(_CHANGES, changes, strict=False) if v]
     return " ".join([f"{policy}", *told, f"{optimizer}"])
 

@@ -208,9 +208,14 @@ def record(path: str | pathlib.Path, config, metrics: dict) -> pathlib.Path:
 
     One write call a line, so that two runs that end together don't mix their lines.
     """
+    row = {"config": dataclasses.asdict(config), **provenance(), **metrics}
+    return append(path, row)
+
+
+def append(path: str | pathlib.Path, row: dict) -> pathlib.Path:
+    """Appends a line of JSON, in one write; returns the path."""
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    row = {"config": dataclasses.asdict(config), **provenance(), **metrics}
     with path.open("a") as file:
         file.write(json.dumps(row, allow_nan=False) + "\n")
     return path

@@ -72,7 +72,11 @@ def test_both_stages_learn_the_cycle_and_are_recorded_once(text, tmp_path, capsy
     lines = (tmp_path / "r.jsonl").read_text().splitlines()
     early, last = map(json.loads, lines)
     assert (early["stage"], last["stage"]) == ("early", "late")
-    assert [row["epoch"] for row in early["epochs"] + last["epochs"]] == [1, 2, 3]
+    epochs = early["epochs"] + last["epochs"]
+    assert [row["epoch"] for row in epochs] == [1, 2, 3]
+    written = (tmp_path / "r.jsonl.epochs").read_text().splitlines()
+    at_once = [json.loads(line) for line in written]
+    assert [row["held_out"] for row in at_once] == [row["held_out"] for row in epochs]
     assert early["held_out"]["loss"] < 0.2 * math.log(CYCLE)
     assert early["held_out"]["accuracy"] > 0.9
     assert early["parameters"] > early["matrices"] > last["matrices"]

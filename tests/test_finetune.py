@@ -371,15 +371,18 @@ def test_all_arms_are_those_of_the_question():
     assert names[0] == "bf16 adamw"
     assert "default attention_keeps=fp8 fp8_adamw" in names
     assert "default gemm_scaling=vector adamw" in names
-    assert "default products=bf16 adamw" in names
+    assert "memory adamw" in names
+    assert "memory fp8_adamw" in names
     assert "default weight_format=bf16 adamw" in names
     assert finetune.run_options(arms[0]).weight_decay == 0
 
 
-def test_without_fp8_products_only_what_is_kept_is_fp8():
+def test_memory_is_default_without_fp8_products():
     off = dict.fromkeys(("input_format", "weight_format", "gradient_format"), "bf16")
-    config = finetune.run_options(finetune.Config(policy="default", **off))
+    by_hand = finetune.run_options(finetune.Config(policy="default", **off))
+    config = finetune.run_options(finetune.Config(policy="memory"))
     policy = policies.policy_of(config)
+    assert policy == policies.policy_of(by_hand)
     assert [r.format for r in (policy.x, policy.w, policy.g)] == [None] * 3
     assert policy.kept == presets.DEFAULT.kept
     assert not policy.plain
