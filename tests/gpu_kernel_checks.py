@@ -1,8 +1,10 @@
 """What the kernels compute on a real GPU, beside XLA on the same GPU.
 
     python -m tests.gpu_kernel_checks                 prints PASS or FAIL a line
-    compute-sanitizer --tool=memcheck python -m tests.gpu_kernel_checks --once
-    compute-sanitizer --tool=racecheck python -m tests.gpu_kernel_checks --once
+    compute-sanitizer --tool=memcheck --target-processes application-only \
+        python -m tests.gpu_kernel_checks --once
+    compute-sanitizer --tool=racecheck --target-processes application-only \
+        python -m tests.gpu_kernel_checks --once
 
 `--once` runs each kernel a single time, on small arrays of ragged sizes, and compares
 nothing: for compute-sanitizer, under which a kernel takes a thousand times longer.
