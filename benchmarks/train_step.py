@@ -44,11 +44,8 @@ from coat_jax.policy import BF16, DEFAULT, LEAN, PAPER, Operand, Policy
 
 GIB = 2**30
 _VECTOR = Operand(scaling="vector")
-_LLAMA_13B = llama.LlamaConfig(
-    vocab=32000, hidden=5120, ffn=13824, layers=40, heads=40, kv_heads=40
-)
-SIZES = {"7b": llama.PRESETS["llama2-7b"], "13b": _LLAMA_13B}
-SIZES["micro"] = llama.PRESETS["micro"]
+_PRESETS = {"7b": "llama2-7b", "13b": "llama2-13b", "micro": "micro"}
+SIZES = {size: llama.PRESETS[name] for size, name in _PRESETS.items()}
 TOKENS = {"7b": 2048, "13b": 2048, "micro": 64}
 POLICIES = {
     "default": DEFAULT,

@@ -7,7 +7,8 @@ from experiments.harness import option
 
 
 # What each model size trains with unless an option says otherwise. The batch is in
-# sequences. 7b and 8b fit one 141 GB device at batch 1 with the FP8 optimizer only.
+# sequences. 7b and 8b fit one 141 GB device at batch 1 with the FP8 optimizer only;
+# larger ones need several.
 def _preset(batch, seq, steps, lr, vocab, eval_batches=8) -> dict[str, float]:
     sizes = {"batch": batch, "seq": seq, "steps": steps, "lr": lr, "vocab": vocab}
     return {**sizes, "eval_batches": eval_batches}
@@ -20,7 +21,10 @@ PRESETS = {
     "125m": _preset(32, 1024, 5000, 1e-3, 50304),
     "1b": _preset(16, 2048, 5000, 4e-4, 128256),
     "llama2-7b": _preset(1, 2048, 1000, 3e-4, 32000, eval_batches=32),
+    "llama2-13b": _preset(8, 2048, 1000, 3e-4, 32000, eval_batches=32),
+    "llama-30b": _preset(8, 2048, 1000, 1.5e-4, 32000, eval_batches=32),
     "llama3-8b": _preset(1, 2048, 1000, 3e-4, 128256, eval_batches=32),
+    "llama3-70b": _preset(8, 2048, 1000, 1.5e-4, 128256, eval_batches=32),
 }
 # Options that say how a run is watched or kept, not what it computes: `--resume` may
 # change them. Everything else must be as it was.
@@ -49,7 +53,16 @@ class Config:
     """
 
     preset: Literal[
-        "micro", "tiny", "small", "125m", "1b", "llama2-7b", "llama3-8b"
+        "micro",
+        "tiny",
+        "small",
+        "125m",
+        "1b",
+        "llama2-7b",
+        "llama2-13b",
+        "llama-30b",
+        "llama3-8b",
+        "llama3-70b",
     ] = option("tiny", "model size with its batch, length, steps and learning rate")
     optimizer: OPTIMIZERS = option("fp8_adamw", "what updates the parameters")
     seed: int = option(0, "of the initial weights, the data order and the rounding")
