@@ -130,6 +130,19 @@ class Linear:
         return max(2 * turns * T * inner / PEAK[self.policy], moved / MEMORY)
 
 
+def shapes_of(size: str, inputs: list[int] | None) -> list[tuple[int, int]]:
+    """Shapes of a size, those of `inputs` alone if given.
+
+    Raises:
+      ValueError: if there are none of one of them.
+    """
+    shapes = SIZES[size][0]
+    have = [N for N, _ in shapes]
+    if inputs and not {*inputs} <= {*have}:
+        raise ValueError(f"--inputs must be of {have} at this --size, got {inputs}")
+    return [shape for shape in shapes if not inputs or shape[0] in inputs]
+
+
 def linears(size: str) -> list[Linear]:
     """Every linear map of a size, dense bf16 first for each shape."""
     shapes, ranks, tokens, _ = SIZES[size]
@@ -201,10 +214,7 @@ class Bench:
 
     def run(self) -> None:
         """Compiles, times and records everything, a shape after the other."""
-        shapes, *_ = SIZES[self.size]
-        for shape in shapes:
-            if self.inputs and shape[0] not in self.inputs:
-                continue
+        for shape in shapes_of(self.size, self.inputs):
             maps = [m for m in linears(self.size) if (m.inputs, m.outputs) == shape]
             self.run_all([(what, passes) for what in maps for passes in self.passes])
 
@@ -292,6 +302,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=6, help="that compile")
     comera_step.add_arguments(parser)
     given = parser.parse_args()
+    try:
+        shapes_of(given.size, given.inputs)
+    except ValueError as error:
+        parser.error(str(error))
     harness.prepare()
     failed = 0
     if given.only != "linear":

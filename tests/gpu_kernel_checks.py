@@ -268,7 +268,10 @@ def main():
     parser.add_argument("--only", default="", help="those whose names hold this")
     given = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if given.once:  # without CUDA graphs: compute-sanitizer is to see each launch
+    if given.once:
+        # compute-sanitizer is to see each launch, so no CUDA graphs; and each array's
+        # end, which in XLA's pool is the next one's beginning.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer="
     if jax.default_backend() != "gpu":

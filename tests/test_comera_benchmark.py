@@ -127,6 +127,15 @@ def test_calls_of_one_program_are_all_made(monkeypatch):
     assert not jnp.array_equal(got[0][0], got[1][0])
 
 
+def test_linear_maps_can_be_chosen_by_their_inputs(monkeypatch, capsys):
+    assert comera.shapes_of("full", [4096, 768]) == [(768, 768), (4096, 4096)]
+    assert comera.shapes_of("full", None) == [*comera.SIZES["full"][0]]
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--inputs", "768", "512"])
+    with pytest.raises(SystemExit):
+        comera.main()
+    assert "must be of [768, 1024, 4096]" in capsys.readouterr().err
+
+
 @pytest.mark.once
 def test_the_commands_run(monkeypatch, capsys):
     """Linear maps and steps of the micro size, on the CPU; figures add up."""

@@ -110,6 +110,8 @@ def test_the_dense_arm_steps(text, tmp_path):
     assert run(command(text, tmp_path, *more)) == ExitCode.DONE
     row = json.loads((tmp_path / "r.jsonl").read_text())
     assert (row["stage"], row["steps"]) == ("whole", 1)
+    at_once = json.loads((tmp_path / "r.jsonl.epochs").read_text())
+    assert (at_once["arm"], at_once["held_out"]) == ("dense", row["held_out"])
     assert abs(row["epochs"][0]["loss"] - math.log(64)) < 1
     assert row["matrices"] == 4 * 32 * 32 + 2 * 32 * 64
     assert row["optimizer_bytes"] == pytest.approx(2 * row["parameter_bytes"], 1e-3)
