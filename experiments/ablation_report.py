@@ -120,12 +120,10 @@ def _draw_curves(axis, made: dict, base: list[dict]) -> None:
         axis.legend(frameon=False, fontsize="small")
 
 
-def draw(made: dict[str, list[dict]], image: str) -> pathlib.Path | None:
-    """Writes the picture and returns its path; None where matplotlib is missing."""
-    try:
-        import matplotlib
-    except ImportError:
-        return None
+def draw(made: dict[str, list[dict]], image: str) -> pathlib.Path:
+    """Writes the picture and returns its path."""
+    import matplotlib
+
     matplotlib.use("agg")  # no window, no display needed
     from matplotlib import pyplot
 

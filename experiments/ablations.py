@@ -200,8 +200,8 @@ def main(config: Config) -> None:
     }
     print(f"\n{time.perf_counter() - began:.0f} s in all\n")
     print(ablation_report.table(made))
-    image = ablation_report.draw(made, config.image)
-    print(f"\nresults: {config.results}\npicture: {image}")
+    harness.show_picture(ablation_report.draw, made, config.image)
+    print(f"results: {config.results}")
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ Command:   python -m experiments.prepare --data=stdlib --stdlib_tests \
            python -m experiments.comera_codebert --data=results/code.npz
 Hardware:  one H200, some minutes an arm; the first command two CPU cores, one minute.
 Expected:  the loss falls to what tokens' frequencies tell (4.8), stays there, and falls
-           again once context is used: for dense matrices in the third epoch. Whether
-           tensor trains get there by these defaults is not known: they were not run
-           so. experiments/README.md holds what was measured.
+           again once context is used: for dense matrices in the third epoch, for
+           tensor trains not within these epochs. experiments/README.md holds what was
+           measured.
 
 CodeBERT-like: masked-token pretraining on the Python standard library, its tests
 included. Six post-norm encoders of 768, windows of 128 tokens of which 15 % are to be
@@ -333,7 +333,8 @@ def main(config: Config) -> None:
         "after cut: the loss once dead ranks are gone. state: parameters and the\n"
         "optimizer's. peak: arguments, results and temporaries of an epoch's program."
     )
-    print(f"picture: {draw(found, config.image)}\nresults: {config.results}")
+    harness.show_picture(draw, found, config.image)
+    print(f"results: {config.results}")
 
 
 if __name__ == "__main__":

@@ -321,12 +321,9 @@ def _cells(runs: list[dict], base: list[dict]) -> list[str]:
 def draw(found: dict[str, list[dict]], image: str) -> str:
     """Writes the picture: AUC against parameters and peak memory, and sizes by step.
 
-    Returns its path, or why there's none.
+    Returns its path.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        return "none without matplotlib; --seeds=0 draws it where that is installed"
+    import matplotlib
 
     matplotlib.use("agg")  # no window, no display needed
     from matplotlib import pyplot
@@ -416,7 +413,8 @@ def main(config: Config) -> None:
         )
     print(table(found))
     image = config.image or f"results/comera_dlrm-{config.dataset}-{config.split}.png"
-    print(f"picture: {draw(found, image)}\nresults: {config.results}")
+    harness.show_picture(draw, found, image)
+    print(f"results: {config.results}")
 
 
 if __name__ == "__main__":

@@ -312,11 +312,8 @@ def main(config: Config) -> None:
             ExitCode.DATA, f"{config.results} holds no run with these settings"
         )
     tf_idf = verse_pairs.tf_idf_accuracy(verses, config.part)
-    try:
-        comera_pairs_report.show(found, tf_idf)
-        print(f"picture: {comera_pairs_report.draw(found, config.image)}")
-    except ImportError as error:  # a machine that only trains
-        print(f"no table ({error}); --seeds=0 shows it where that is installed")
+    comera_pairs_report.show(found, tf_idf)
+    harness.show_picture(comera_pairs_report.draw, found, config.image)
     print(f"results: {config.results}")
 
 

@@ -221,6 +221,17 @@ def append(path: str | pathlib.Path, row: dict) -> pathlib.Path:
     return path
 
 
+def show_picture(draw, *args) -> None:
+    """Prints where draw(*args) wrote a picture, or that there's no matplotlib for it.
+
+    A machine that only trains may lack it, and has its results all the same.
+    """
+    try:
+        print(f"picture: {draw(*args)}")
+    except ImportError as error:
+        print(f"no picture: {error}; the same command draws it where that is installed")
+
+
 def results(path: str | pathlib.Path) -> list[dict]:
     """The lines of a results file, asked for before any work that is to go there.
 

@@ -253,7 +253,8 @@ def main(config: Config) -> None:
             ExitCode.DATA, f"{config.results} holds no run with these settings"
         )
     Console(width=100).print(table(found))
-    print(f"picture: {draw(found, config.image)}\nresults: {config.results}")
+    harness.show_picture(draw, found, config.image)
+    print(f"results: {config.results}")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@
 
 `--once` runs each kernel a single time, on small arrays of ragged sizes, and compares
 nothing: for compute-sanitizer, under which a kernel takes a thousand times longer.
-`--only=adam` runs those whose names hold that. It needs a GPU, and is not collected by
-pytest.
+`--only=adam` runs those whose names hold that. `--planted` runs instead a kernel that
+reads one element behind an array: memcheck must report it, or its "0 errors" of the
+others means nothing. It needs a GPU, and is not collected by pytest.
 
 What is exact must be equal to the bit, but for the order of sums where there are some.
 Codes behind exponentials and reciprocal square
@@ -259,16 +260,32 @@ def folded():
     return f"relative error {error:.1e}"
 
 
+def planted():
+    """Reads one element behind the end of an array."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plt
+
+    def kernel(x_ref, out_ref):
+        out_ref[...] = plt.load(x_ref.at[jnp.arange(64) + 1])
+
+    x = jnp.arange(64, dtype=jnp.float32)
+    run = pl.pallas_call(kernel, out_shape=x, compiler_params=plt.CompilerParams())
+    return jax.block_until_ready(jax.jit(run)(x))
+
+
 def main():
     """Runs every check; 0 if all passed, 1 if one failed, 2 without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--once", action="store_true", help="run only, small, compare nothing"
     )
+    parser.add_argument(
+        "--planted", action="store_true", help="run a kernel that memcheck must report"
+    )
     parser.add_argument("--only", default="", help="those whose names hold this")
     given = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if given.once:
+    if given.once or given.planted:
         # compute-sanitizer is to see each launch, so no CUDA graphs; and each array's
         # end, which in XLA's pool is the next one's beginning.
         os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
@@ -277,6 +294,9 @@ def main():
     if jax.default_backend() != "gpu":
         print(f"no GPU: JAX's backend is {jax.default_backend()!r}", file=sys.stderr)
         return 2
+    if given.planted:
+        print(planted())
+        return 0
     failed = 0
     for name, run, args, backend, share in checks(37 if given.once else 2048):
         if given.only not in name or (given.once and not name.startswith(ONCE)):

@@ -61,3 +61,14 @@ def test_no_experiment_trains_for_a_file_it_cannot_write(of, tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert (code, "can't be read and written" in error) == (ExitCode.CONFIG, True)
+
+
+def test_results_stand_without_a_picture_where_nothing_draws(tmp_path, capsys):
+    def draw(found, path):
+        raise ModuleNotFoundError("No module named 'matplotlib'")
+
+    harness.show_picture(lambda found, path: path, {}, tmp_path / "i.png")
+    harness.show_picture(draw, {}, tmp_path / "i.png")
+    drawn, missing = capsys.readouterr().out.splitlines()
+    assert drawn == f"picture: {tmp_path / 'i.png'}"
+    assert missing.startswith("no picture: No module named 'matplotlib'; ")
