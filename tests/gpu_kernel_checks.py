@@ -10,7 +10,7 @@
 nothing: for compute-sanitizer, under which a kernel takes a thousand times longer.
 `--only=adam` runs those whose names hold that. `--planted` runs instead a kernel that
 reads one element behind an array: memcheck must report it, or its "0 errors" of the
-others means nothing. It needs a GPU, and is not collected by pytest.
+others says nothing of arrays' ends. It needs a GPU, and is not collected by pytest.
 
 What is exact must be equal to the bit, but for the order of sums where there are some.
 Codes behind exponentials and reciprocal square
@@ -287,8 +287,9 @@ def main():
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if given.once or given.planted:
         # compute-sanitizer is to see each launch, so no CUDA graphs; and each array's
-        # end, which in XLA's pool is the next one's beginning.
-        os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+        # end, which in XLA's pool is the next one's beginning. "platform" is that pool
+        # too, and "address" is from jax 0.11 on.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "address")
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer="
     if jax.default_backend() != "gpu":
