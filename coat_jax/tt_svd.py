@@ -57,12 +57,15 @@ def lower(
     spectra = []
     for k in range(len(cores) - 1):
         r0, mode, _ = cores[k].shape
-        u, s, vt = jnp.linalg.svd(cores[k].reshape(r0 * mode, -1), full_matrices=False)
+        matrix = cores[k].reshape(r0 * mode, -1)
+        u, s, _ = jnp.linalg.svd(matrix, full_matrices=False)
         rank = s.shape[0] if ranks is None else min(ranks[k + 1], s.shape[0])
         if cut is not None:
             rank = min(rank, _needed(s, cut))
-        cores[k] = u[:, :rank].reshape(r0, mode, rank)
-        carry = s[:rank, None] * vt[:rank]
+        u = u[:, :rank]
+        cores[k] = u.reshape(r0, mode, rank)
+        # s vt, without the rounding of the SVD's own factors.
+        carry = jnp.matmul(u.T, matrix, precision=HIGHEST)
         cores[k + 1] = jnp.tensordot(carry, cores[k + 1], 1, precision=HIGHEST)
         spectra.append(s[:rank])
     return _balance(cores, spectra)

@@ -393,9 +393,7 @@ def test_rounding_keeps_its_tolerance(tolerance):
     rounded = round_train(train, tolerance=tolerance)
     dense = oracle.dense(train, 4)
     error = np.linalg.norm(oracle.dense(rounded, 4) - dense) / np.linalg.norm(dense)
-    # A QR and an SVD a bond, each right to float32's last place; LAPACK's vary by CPU.
-    factorizations = 2 * (len(train.cores) - 1)
-    assert error <= max(tolerance, factorizations * np.finfo(np.float32).eps)
+    assert error <= max(tolerance, 1e-6)
     assert min(core.shape[0] for core in rounded.cores) >= 1
     if tolerance == 2.0:
         assert size(rounded) == sum(core.shape[1] for core in train.cores)
