@@ -229,7 +229,7 @@ def show_picture(draw, *args) -> None:
     try:
         print(f"picture: {draw(*args)}")
     except ImportError as error:
-        print(f"no picture: {error}; the same command draws it where that is installed")
+        print(f"no picture: {error}; the results are kept")
 
 
 def results(path: str | pathlib.Path) -> list[dict]:
